@@ -1,0 +1,1 @@
+"""Checkpoint -> bundle: ONNX graphs, weights, tokenizer, manifest. Needs torch and transformers."""

@@ -1,0 +1,1 @@
+"""What to build and how to run it: static shapes, tree budget, precision."""
