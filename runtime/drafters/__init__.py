@@ -1,0 +1,44 @@
+"""One file per way to propose; the names here are the choices of `--drafter`.
+
+A drafter is built for a loaded bundle by its entry in `DRAFTERS`; `available` says which of them
+a bundle can serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.drafters.base import Drafter, DraftRequest, NoDrafter
+from eagle3.runtime.session import Clock
+
+__all__ = ["DRAFTERS", "DraftRequest", "Drafter", "NoDrafter", "available", "build"]
+
+
+def _none(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+    return NoDrafter()
+
+
+def _eagle3(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+    from eagle3.runtime.draft import DraftEngine
+    from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+
+    target_ids = np.load(bundle.path("target_ids.npy"), allow_pickle=False)
+    engine = DraftEngine(bundle, threads, clock)
+    return Eagle3Drafter(engine, target_ids, bundle.manifest.target.vocab_size)
+
+
+DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {"none": _none, "eagle3": _eagle3}
+
+
+def available(bundle: Bundle) -> list[str]:
+    """The drafters of a bundle, the one it uses by default first."""
+    draft = bundle.manifest.draft
+    return [draft.method, "none"] if draft is not None else ["none"]
+
+
+def build(name: str, bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+    """Loads what drafter `name` needs of the bundle."""
+    return DRAFTERS[name](bundle, threads, clock)

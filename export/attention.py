@@ -1,0 +1,236 @@
+"""How attention is written into the graph: two lowerings of one contract.
+
+A transformers model and the draft head hand their rotated q, k, v to `CachedCall.attend`, which
+leaves one placeholder node in the trace. A lowering replaces it by ONNX nodes over a static cache
+that past and present share.
+
+Letters: B batch, N rows in a call, W window of rows a tree mask covers, S cache capacity,
+T = longest prefix + N, Hq and Hkv heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.onnx.ops as onnx_ops
+from torch import Tensor
+
+# Finite, also in float16: a row of -inf only would turn into NaN in some kernels.
+MASKED = -65504.0
+
+MaskRule = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> allowed
+
+
+@dataclass
+class KeyWindow:
+    """Which cache slots the N rows of a call may see, and at which position each slot stands.
+
+    visible [B,1,N,C] bool, key_positions [B,1,1,C] int64, query_positions [B,1,N,1] int64, where C
+    is T (`ort`) or S (`portable`).
+    """
+
+    visible: Tensor
+    key_positions: Tensor
+    query_positions: Tensor
+
+    def bias(self, rule: MaskRule | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B,1,N,C]: 0 where a row may look, MASKED elsewhere.
+
+        `rule` is transformers' own mask function (causal, sliding window, chunked, ...), evaluated
+        on positions, so whatever an architecture restricts is restricted here too.
+        """
+        allowed = self.visible
+        if rule is not None:
+            zero = torch.zeros((), dtype=torch.int64)
+            allowed = allowed & rule(zero, zero, self.query_positions, self.key_positions)
+        return torch.where(allowed, 0.0, MASKED).to(dtype)
+
+
+def key_window(
+    tree_mask: Tensor,
+    position_ids: Tensor,
+    past_len: Tensor,
+    num_slots: int,
+    window_positions: Tensor | None,
+) -> KeyWindow:
+    """Reads a call's small inputs: the committed prefix is visible, the last W slots by the mask.
+
+    tree_mask [B,N,W] bool (row i may see window slot w), position_ids [B,N] int64, past_len [B]
+    int64 (slots filled before the call), num_slots C, window_positions [B,W] int64 or None. The
+    window ends with this call's rows, so it starts at past_len + N - W; a window wider than N holds
+    the draft's tree rows of earlier steps. Without `window_positions` no rule may read positions.
+    """
+    _, num_rows, window = tree_mask.shape
+    slots = torch.arange(num_slots, device=tree_mask.device)[None, :]  # [1,C]
+    offset = slots - (past_len[:, None] + (num_rows - window))  # [B,C], < 0 in the prefix
+    inside = offset.clamp(min=0).clamp(max=window - 1)
+    by_mask = tree_mask.gather(2, inside[:, None, :].expand(-1, num_rows, -1))
+    in_prefix, in_window = (offset < 0)[:, None, :], (offset < window)[:, None, :]
+    positions = slots
+    if window_positions is not None:
+        in_tree = window_positions.gather(1, inside)
+        positions = torch.where(offset < 0, slots, in_tree)
+    return KeyWindow(
+        visible=(in_prefix | (by_mask & in_window))[:, None],
+        key_positions=positions[:, None, None, :],
+        query_positions=position_ids[:, None, :, None],
+    )
+
+
+@dataclass
+class CachedCall:
+    """The tensors of one traced call: past_k, past_v per layer [B,Hkv,S,D]; past_len [B] int64,
+    the slots filled before it; total_len [] int64, max(past_len) + N.
+    """
+
+    past_len: Tensor
+    total_len: Tensor
+    past_k: list[Tensor]
+    past_v: list[Tensor]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
+    ) -> Tensor:
+        """Emits one placeholder node: q [B,Hq,N,D], k, v [B,Hkv,N,D], bias [B,1,N,C] -> [B,N,Hq,D].
+
+        The placeholder computes nothing in PyTorch; `lower_attention` turns it into real nodes.
+        """
+        past = [self.past_k[layer], self.past_v[layer]]
+        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
+        attrs = {"layer": layer, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        return onnx_ops.symbolic(
+            f"{PLACEHOLDER[0]}::{PLACEHOLDER[1]}",
+            [q, k, v, *past, self.past_len, self.total_len, bias],
+            attrs={**attrs, "scale": scale},
+            dtype=q.dtype,
+            shape=(q.shape[0], q.shape[2], heads, head_dim),
+            version=1,
+        )
+
+
+PLACEHOLDER = ("eagle3", "CachedAttention")
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One way to write cached attention into an ONNX graph.
+
+    `reads_used_slots`: the mask has C = T columns (the used part of the cache) instead of S.
+    `write`: the nodes for one placeholder; returns its output and the two presents.
+    """
+
+    name: str
+    opset: int
+    reads_used_slots: bool
+    write: Callable[[_Nodes, ir.Node], tuple[ir.Value, ir.Value, ir.Value]]
+
+    def num_slots(self, call: CachedCall, num_rows: int) -> int:
+        """Columns C of the mask; in a trace a symbol where it is T."""
+        capacity = call.past_k[0].shape[2]
+        if not self.reads_used_slots:
+            return capacity
+        total: int = call.total_len.item()  # type: ignore[assignment]  # a symbol in a trace
+        torch._check(total >= num_rows)
+        torch._check(total <= capacity)
+        return total
+
+
+class _Nodes:
+    """Collects the nodes that replace a placeholder."""
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+
+    def add(self, op: str, *inputs: ir.Value | None, outputs: int = 1, **attrs: Any) -> Any:
+        domain, _, name = op.rpartition("::")
+        node = ir.node(name, list(inputs), attrs, domain=domain, num_outputs=outputs)
+        self.nodes.append(node)
+        return node.outputs[0] if outputs == 1 else node.outputs
+
+    def ints(self, values: list[int], dtype: ir.DataType = ir.DataType.INT64) -> Any:
+        tensor = ir.tensor(values, dtype=dtype)
+        return self.add("Constant", value=tensor)
+
+
+def _group_query_attention(
+    nodes: _Nodes, placeholder: ir.Node
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """`com.microsoft.GroupQueryAttention`: reads the used part of the cache, writes in place."""
+    q, k, v, past_k, past_v, past_len, total_len, bias = placeholder.inputs
+    heads, kv_heads, head_dim = (
+        placeholder.attributes[name].as_int() for name in ("heads", "kv_heads", "head_dim")
+    )
+    flat = []
+    for x in (q, k, v):
+        by_row = nodes.add("Transpose", x, perm=[0, 2, 1, 3])
+        flat.append(nodes.add("Reshape", by_row, nodes.ints([0, 0, -1])))
+    rows = nodes.add("Shape", q, start=2, end=3)
+    last_slot = nodes.add("Sub", nodes.add("Add", past_len, rows), nodes.ints([1]))
+    out, present_k, present_v = nodes.add(
+        "com.microsoft::GroupQueryAttention",
+        *flat,
+        past_k,
+        past_v,
+        nodes.add("Cast", last_slot, to=ir.DataType.INT32),
+        nodes.add("Cast", total_len, to=ir.DataType.INT32),
+        None,
+        None,
+        None,
+        bias,
+        outputs=3,
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        scale=placeholder.attributes["scale"].as_float(),
+    )
+    by_head = nodes.add("Reshape", out, nodes.ints([0, 0, heads, head_dim]))
+    return by_head, present_k, present_v
+
+
+def _scatter_attention(
+    nodes: _Nodes, placeholder: ir.Node
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """`TensorScatter` and `Attention` of opset 24: standard ONNX, reads all of the cache."""
+    q, k, v, past_k, past_v, past_len, _, bias = placeholder.inputs
+    present_k = nodes.add("TensorScatter", past_k, k, past_len, axis=2, mode="linear")
+    present_v = nodes.add("TensorScatter", past_v, v, past_len, axis=2, mode="linear")
+    scale = placeholder.attributes["scale"].as_float()
+    out = nodes.add("Attention", q, present_k, present_v, bias, scale=scale)
+    return nodes.add("Transpose", out, perm=[0, 2, 1, 3]), present_k, present_v
+
+
+def lower_attention(model: ir.Model, lowering: Lowering) -> int:
+    """Replaces every placeholder by the lowering's nodes and adds the presents to the outputs.
+
+    The presents follow the other outputs: present_k.0 .., then present_v.0 ... Returns how many
+    layers were lowered.
+    """
+    presents: dict[str, ir.Value] = {}
+    for placeholder in [n for n in model.graph if (n.domain, n.op_type) == PLACEHOLDER]:
+        nodes = _Nodes()
+        out, *written = lowering.write(nodes, placeholder)
+        layer = placeholder.attributes["layer"].as_int()
+        for kind, past, present in zip("kv", placeholder.inputs[3:5], written, strict=True):
+            assert past is not None
+            present.name, present.shape, present.type = f"present_{kind}.{layer}", past.shape, past.type
+            presents[present.name] = present
+        old = placeholder.outputs[0]
+        out.shape, out.type = old.shape, old.type
+        ir.convenience.replace_nodes_and_values(
+            model.graph, placeholder, [placeholder], nodes.nodes, [old], [out]
+        )
+    num_layers = len(presents) // 2
+    model.graph.outputs.extend(presents[f"present_{x}.{i}"] for x in "kv" for i in range(num_layers))
+    model.opset_imports.pop(PLACEHOLDER[0], None)
+    if lowering.write is _group_query_attention:
+        model.opset_imports["com.microsoft"] = 1
+    return num_layers
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "ort": Lowering("ort", 21, True, _group_query_attention),
+    "portable": Lowering("portable", 24, False, _scatter_attention),
+}

@@ -1,0 +1,249 @@
+"""`eagle3 export`: target and head in, a checked bundle out.
+
+Everything is written to a temporary folder beside the output and renamed at the end, so an export
+that is interrupted or fails its self-check leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from eagle3.export.attention import LOWERINGS
+from eagle3.export.check import SelfCheck, check_bundle
+from eagle3.export.draft import EMBEDDING, trace_draft, trace_fuse
+from eagle3.export.head_config import DIALECT, Head, TargetFacts, read_head
+from eagle3.export.head_graph import EagleHead, build_head
+from eagle3.export.onnx_graph import save
+from eagle3.export.target import DTYPES, Target, load_target, trace_target
+from eagle3.export.tokenizer import write_tokenizer
+from eagle3.export.weights import quantize_int8, store_for_matmul
+from eagle3.plans.plan import Plan
+from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
+from eagle3.runtime.errors import ExportError
+from eagle3.runtime.manifest import (
+    Convention,
+    DraftInfo,
+    EngineInfo,
+    GenerationDefaults,
+    Manifest,
+    TargetInfo,
+    TensorSpec,
+)
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export, into which plan. draft: a head's folder or id, or None."""
+
+    target: str
+    draft: str | None
+    output: Path
+    plan: Plan
+    aux_layer_ids: tuple[int, ...] | None = None
+    trust_remote_code: bool = False
+    force: bool = False
+    command: str = "eagle3 export"
+
+
+@dataclass
+class _Parts:
+    """What the manifest is made of, filled by the stages of `_write`."""
+
+    target: Target
+    head: Head | None
+    head_module: EagleHead | None
+    engines: dict[str, EngineInfo] = field(default_factory=dict)
+
+
+def export_bundle(request: ExportRequest, report: Report = lambda _: None) -> tuple[Bundle, SelfCheck]:
+    """Exports, checks, and moves the finished bundle to request.output.
+
+    Raises ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves no trace.
+    """
+    _check_output(request)
+    report(f"loading target {request.target}")
+    target = load_target(
+        request.target, request.plan.dtype, trust_remote_code=request.trust_remote_code
+    )
+    plan = _fit_to_target(request.plan, target)
+    head = _read_head(request, target)
+    module = build_head(head, DTYPES[plan.dtype]) if head is not None else None
+    with _staging(request.output) as folder:
+        parts = _Parts(target, head, module)
+        _write_engines(folder, parts, plan, report)
+        check = _finish(folder, parts, plan, request, report)
+        if request.output.exists():
+            shutil.rmtree(request.output)
+        folder.rename(request.output)
+    return Bundle.open(request.output), check
+
+
+def _check_output(request: ExportRequest) -> None:
+    output = request.output
+    if not output.exists():
+        return
+    if not request.force:
+        raise ExportError(f"{output} exists; choose another folder or pass --force to replace it")
+    if not (output / "manifest.json").is_file() and (not output.is_dir() or any(output.iterdir())):
+        raise ExportError(f"{output} exists and is no bundle; it will not be replaced")
+
+
+def _fit_to_target(plan: Plan, target: Target) -> Plan:
+    limit = getattr(target.config, "max_position_embeddings", None)
+    if limit is not None and plan.max_seq_len > limit:
+        raise ExportError(
+            f"max_seq_len {plan.max_seq_len} exceeds the target's max_position_embeddings {limit}; "
+            f"pass --max-seq-len {limit} or less"
+        )
+    return plan
+
+
+def _read_head(request: ExportRequest, target: Target) -> Head | None:
+    if request.draft is None:
+        return None
+    facts = TargetFacts(
+        hidden_size=target.config.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.kv.num_layers,
+    )
+    return read_head(request.draft, facts, request.aux_layer_ids)
+
+
+@contextmanager
+def _staging(output: Path) -> Iterator[Path]:
+    """A temporary folder on the output's file system, gone unless it was renamed."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> None:
+    lowering = LOWERINGS[plan.lowering]
+    layers = parts.head.config.aux_layer_ids if parts.head else ()
+    report(f"tracing {parts.target.architecture} ({plan.lowering} lowering)")
+    model = trace_target(parts.target, lowering, layers, plan.max_seq_len)
+    store_for_matmul(model)
+    embedding = _embedding(model)
+    written = save(model, folder / "target.onnx")
+    parts.engines["target"] = _describe(model, "target.onnx")
+    if parts.head is None or parts.head_module is None:
+        return
+    report("tracing the draft head")
+    table = parts.target.model.get_input_embeddings().weight.detach()
+    fuse = trace_fuse(parts.head_module, lowering)
+    draft = trace_draft(parts.head, parts.head_module, table, lowering, plan.draft_capacity)
+    for name, graph in (("draft_fuse", fuse), ("draft", draft)):
+        store_for_matmul(graph)
+        if plan.draft_weights == "int8":
+            quantize_int8(graph)
+        shared = {EMBEDDING: written[embedding]} if name == "draft" else {}
+        save(graph, folder / f"{name}.onnx", shared)
+        parts.engines[name] = _describe(graph, f"{name}.onnx")
+    np.save(folder / "target_ids.npy", parts.head.target_ids)
+
+
+def _embedding(model: ir.Model) -> str:
+    """The initializer that input_ids look up."""
+    for node in model.graph:
+        if node.op_type == "Gather" and node.inputs[0] is not None and node.inputs[1] is not None:
+            if node.inputs[0].is_initializer() and node.inputs[1].name == "input_ids":
+                assert node.inputs[0].name is not None
+                return node.inputs[0].name
+    raise ExportError("the target's graph has no embedding look-up of input_ids")
+
+
+def _describe(model: ir.Model, file: str) -> EngineInfo:
+    def specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(
+                name=str(v.name),
+                dtype=v.dtype.numpy().name if v.dtype is not None else "",
+                shape=tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()),
+            )
+            for v in values
+        )
+
+    return EngineInfo(file, specs(model.graph.inputs), specs(model.graph.outputs))
+
+
+def _finish(
+    folder: Path, parts: _Parts, plan: Plan, request: ExportRequest, report: Report
+) -> SelfCheck:
+    """Tokenizer, manifest, self-check; the manifest is written again with what was measured."""
+    tokenizer, generation = write_tokenizer(parts.target, folder)
+    files = describe_files(folder)
+
+    def manifest(check: Mapping[str, Any], draft_check: Mapping[str, Any]) -> Manifest:
+        return Manifest(
+            created_by=_versions(),
+            command=request.command,
+            plan=plan,
+            target=_target_info(parts),
+            draft=_draft_info(parts.head, draft_check),
+            engines=parts.engines,
+            files=files,
+            tokenizer=tokenizer,
+            generation=generation,
+            self_check=check,
+        )
+
+    write_manifest(folder, manifest({}, {}))
+    report("comparing the engines with PyTorch")
+    check = check_bundle(Bundle.open(folder), parts.target, parts.head, parts.head_module, report)
+    write_manifest(folder, manifest(check.engines, check.draft))
+    return check
+
+
+def _versions() -> dict[str, str]:
+    packages = ("eagle3", "torch", "transformers", "onnx", "onnx-ir", "onnxruntime")
+    return {name: version(name) for name in packages}
+
+
+def _target_info(parts: _Parts) -> TargetInfo:
+    config, head = parts.target.config, parts.head
+    layers = head.config.aux_layer_ids if head else ()
+    return TargetInfo(
+        architecture=parts.target.architecture,
+        vocab_size=parts.target.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=parts.target.kv.num_layers,
+        num_kv_heads=parts.target.kv.num_kv_heads,
+        head_dim=parts.target.kv.head_dim,
+        max_position_embeddings=getattr(config, "max_position_embeddings", 1 << 20),
+        aux_layer_ids=tuple(layers),
+        feature_size=len(layers) * config.hidden_size,
+        source=Path(parts.target.source).name,
+    )
+
+
+def _draft_info(head: Head | None, check: Mapping[str, Any]) -> DraftInfo | None:
+    if head is None:
+        return None
+    config = head.config
+    return DraftInfo(
+        dialect=DIALECT,
+        method="eagle3",
+        hidden_size=config.hidden_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        draft_vocab_size=config.draft_vocab_size,
+        conventions={k: Convention(v.value, v.source) for k, v in config.conventions.items()},
+        checks=check,
+    )

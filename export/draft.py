@@ -1,0 +1,54 @@
+"""Traces an EAGLE-3 head into its two engines, `draft_fuse` and `draft`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from eagle3.export.attention import Lowering
+from eagle3.export.head_config import Head
+from eagle3.export.head_graph import DraftGraph, EagleHead, FuseGraph
+from eagle3.export.onnx_graph import trace
+from eagle3.export.target import caches
+from eagle3.export.target_graph import KvShape
+
+EMBEDDING = "embed.weight"  # the initializer that the target's file already holds
+
+
+def trace_fuse(module: EagleHead, lowering: Lowering) -> ir.Model:
+    """features [B,N,F] -> hidden [B,N,d]."""
+    width, dtype = module.fc.in_features, module.fc.weight.dtype
+    features = torch.zeros(2, 5, width, dtype=dtype)
+    inputs: dict[str, tuple[Any, str]] = {"features": (features, f"B N {width}")}
+    return trace(FuseGraph(module), inputs, ["hidden"], lowering, "draft_fuse")
+
+
+def trace_draft(
+    head: Head, module: EagleHead, embedding: torch.Tensor, lowering: Lowering, capacity: int
+) -> ir.Model:
+    """The head over a cache of `capacity` slots; inputs and outputs as in DraftGraph."""
+    graph = DraftGraph(module, embedding, head.target_ids, lowering)
+    outputs = ["logits", "top_log_probs", "top_ids", "hidden_out"]
+    return trace(graph, _inputs(head, module, capacity), outputs, lowering, "draft")
+
+
+def _inputs(head: Head, module: EagleHead, capacity: int) -> dict[str, tuple[Any, str]]:
+    batch, rows, window, picked = 2, 5, 7, 3
+    config, dtype = head.config, module.fc.weight.dtype
+    kv = KvShape(1, config.num_kv_heads, config.head_dim)
+    mask = torch.ones(batch, rows, window, dtype=torch.bool)
+    return {
+        "input_ids": (torch.zeros(batch, rows, dtype=torch.int64), "B N"),
+        "position_ids": (torch.arange(rows).repeat(batch, 1), "B N"),
+        "hidden": (
+            torch.zeros(batch, rows, config.hidden_size, dtype=dtype),
+            f"B N {config.hidden_size}",
+        ),
+        "tree_mask": (mask, "B N W"),
+        "past_len": (torch.full((batch,), 2, dtype=torch.int64), "B"),
+        "logit_rows": (torch.zeros(batch, picked, dtype=torch.int64), "B M"),
+        "top_k": (torch.full((1,), 3, dtype=torch.int64), "1"),
+        **caches(kv, capacity, dtype, batch),
+    }

@@ -1,0 +1,331 @@
+"""Reads an EAGLE-3 checkpoint in the official layout into one fully resolved description.
+
+Nothing is guessed: every value says whether it stood in the configuration, is the dialect's
+documented default, or came from a flag; what is not understood is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from eagle3.runtime.errors import CheckpointError
+
+DIALECT = "eagle3-official"
+DEFAULT_ROPE_THETA = 10000.0  # the official training configuration names none
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# Keys of other dialects or newer heads that change the computation and are not read here.
+_REFUSED_KEYS = (
+    "transformer_layer_config speculators_model_type norm_before_fc fc_norm norm_output "
+    "norm_before_residual target_hidden_size q_norm k_norm use_qk_norm sliding_window"
+).split()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A value and where it came from: "config", "dialect default", "flag" or "weights"."""
+
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """An EAGLE-3 head (method section 2). Widths: d hidden, A = heads * head_dim."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    mlp_bias: bool
+    rope: Mapping[str, Any]
+    draft_vocab_size: int
+    vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    conventions: Mapping[str, Resolved]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head's resolved configuration, its weights by official name, and draft -> target ids.
+
+    target_ids [Vd] int64: the target's id of every draft id.
+    """
+
+    config: HeadConfig
+    weights: Mapping[str, Tensor]
+    target_ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What of the target a head must fit."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+def read_head(
+    source: str | Path, target: TargetFacts, aux_layer_ids: Sequence[int] | None = None
+) -> Head:
+    """Reads the folder or hub id `source`; `aux_layer_ids` (hidden_states indices) overrides it.
+
+    Raises CheckpointError naming the key or tensor and both values.
+    """
+    folder = _folder(source)
+    raw = _read_json(folder / "config.json")
+    weights = _read_weights(folder)
+    _refuse_dialect(raw, weights)
+    config = _resolve(raw, target, aux_layer_ids)
+    _check_tensors(config, target, weights)
+    return Head(config, weights, _target_ids(config, weights))
+
+
+def _folder(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists() or str(source).startswith((".", "/")) or str(source).count("/") != 1:
+        raise CheckpointError(f"draft {source}: no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except Exception as error:
+        raise CheckpointError(
+            f"draft {source}: it is no local folder, and as a hub id it could not be fetched: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; an EAGLE-3 head has a config.json")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder; safetensors first, `.bin` without running what it contains."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        raise CheckpointError(f"{folder}: no .safetensors and no .bin file with weights")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            if file.suffix == ".bin":
+                part = torch.load(file, map_location="cpu", weights_only=True)
+            else:
+                part = load_file(file)
+        except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        except Exception as error:  # pickle.UnpicklingError: code where weights should be
+            raise CheckpointError(
+                f"{file} holds more than tensors and is refused: {str(error).splitlines()[0]}"
+            ) from error
+        weights.update(part)
+    return weights
+
+
+def _refuse_dialect(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    refused = sorted(key for key in _REFUSED_KEYS if raw.get(key) not in (None, False, [], {}))
+    if refused:
+        raise CheckpointError(
+            f"the head's config has {', '.join(refused)}, which changes the computation and is not "
+            "supported; only EAGLE-3 heads in the official layout are"
+        )
+    if any(name.startswith("midlayer.") for name in weights):
+        return
+    fc = weights.get("fc.weight")
+    if fc is not None and "layers.0.self_attn.q_proj.weight" in weights and "norm.weight" not in weights:
+        raise CheckpointError(
+            f"this is an EAGLE-1/2 head (fc.weight {list(fc.shape)}, no midlayer, no norm); "
+            "only EAGLE-3 heads in the official layout are supported"
+        )
+    raise CheckpointError(
+        "no tensor is named midlayer.*: this is no EAGLE-3 head in the official layout; found "
+        f"{', '.join(sorted(weights)[:6])}"
+    )
+
+
+def _resolve(
+    raw: Mapping[str, Any], target: TargetFacts, aux_layer_ids: Sequence[int] | None
+) -> HeadConfig:
+    hidden_size = _integer(raw, "hidden_size")
+    num_heads = _integer(raw, "num_attention_heads")
+    if raw.get("head_dim") is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and the "
+            "config has no head_dim"
+        )
+    vocab_size = raw.get("vocab_size", target.vocab_size)
+    rope, rope_source = _rope(raw)
+    layers, layers_source = _aux_layers(raw, target, aux_layer_ids)
+    return HeadConfig(
+        hidden_size=hidden_size,
+        intermediate_size=_integer(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
+        head_dim=_integer(raw, "head_dim", hidden_size // num_heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        hidden_act=str(raw.get("hidden_act", "silu")),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        rope=rope,
+        draft_vocab_size=_integer(raw, "draft_vocab_size", vocab_size),
+        vocab_size=vocab_size,
+        aux_layer_ids=layers,
+        conventions={
+            "aux_layer_ids (hidden_states indices)": Resolved(list(layers), layers_source),
+            "rope": Resolved(dict(rope), rope_source),
+            "norm_before_residual": Resolved(False, "dialect default"),
+            "norm_output": Resolved(False, "dialect default"),
+            "norm_before_fc": Resolved(False, "dialect default"),
+        },
+    )
+
+
+def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"the head's config needs {key} as a positive integer, found {value!r}")
+    return value
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """RoPE parameters as transformers reads them: `rope_type`, `rope_theta`, scaling factors."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    kind = scaling.setdefault("rope_type", "default")
+    if kind in _LENGTH_DEPENDENT_ROPE:
+        raise CheckpointError(f"the head's RoPE of type '{kind}' depends on the request's length")
+    if "rope_theta" in scaling:
+        return scaling, "config"
+    source = "config" if raw.get("rope_theta") is not None else "dialect default"
+    return {**scaling, "rope_theta": float(raw.get("rope_theta") or DEFAULT_ROPE_THETA)}, source
+
+
+def _aux_layers(
+    raw: Mapping[str, Any], target: TargetFacts, flag: Sequence[int] | None
+) -> tuple[tuple[int, ...], str]:
+    """The fused layers as hidden_states indices.
+
+    In this dialect the checkpoint counts layer outputs, which is one less than the index.
+    """
+    stored = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if flag is not None:
+        layers, source = tuple(flag), "flag"
+    elif stored is not None:
+        layers, source = tuple(int(i) + 1 for i in stored), "config (layer outputs, plus one)"
+    else:
+        depth = target.num_layers
+        layers, source = (2, depth // 2, depth - 3), "dialect default"
+    low_to_high = list(layers) == sorted(set(layers))
+    if len(layers) != 3 or not low_to_high or layers[0] < 0 or layers[-1] >= target.num_layers:
+        raise CheckpointError(
+            f"aux layers {list(layers)} ({source}) do not fit a target of {target.num_layers} "
+            f"layers: three different hidden_states indices from 0 to {target.num_layers - 1}, low "
+            "to high, are needed; give them with --aux-layers"
+        )
+    return layers, source
+
+
+def expected_tensors(config: HeadConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the official layout with its shape."""
+    d, wide = config.hidden_size, config.intermediate_size
+    a, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attn, mlp = "midlayer.self_attn", "midlayer.mlp"
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (d, len(config.aux_layer_ids) * target.hidden_size),
+        f"{attn}.q_proj.weight": (a, 2 * d),
+        f"{attn}.k_proj.weight": (kv, 2 * d),
+        f"{attn}.v_proj.weight": (kv, 2 * d),
+        f"{attn}.o_proj.weight": (d, a),
+        f"{mlp}.gate_proj.weight": (wide, d),
+        f"{mlp}.up_proj.weight": (wide, d),
+        f"{mlp}.down_proj.weight": (d, wide),
+        "midlayer.hidden_norm.weight": (d,),
+        "midlayer.input_layernorm.weight": (d,),
+        "midlayer.post_attention_layernorm.weight": (d,),
+        "norm.weight": (d,),
+        "lm_head.weight": (config.draft_vocab_size, d),
+    }
+    if config.attention_bias:
+        widths = {"q": a, "k": kv, "v": kv, "o": d}
+        shapes |= {f"{attn}.{x}_proj.bias": (n,) for x, n in widths.items()}
+    if config.mlp_bias:
+        widths = {"gate": wide, "up": wide, "down": d}
+        shapes |= {f"{mlp}.{x}_proj.bias": (n,) for x, n in widths.items()}
+    if config.draft_vocab_size != config.vocab_size:
+        size, whole = config.draft_vocab_size, config.vocab_size
+        shapes |= {"d2t": (size,), "t2d": (whole,)}
+    return shapes
+
+
+def _check_tensors(config: HeadConfig, target: TargetFacts, weights: Mapping[str, Tensor]) -> None:
+    if config.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"the head's hidden_size {config.hidden_size} is not the target's {target.hidden_size}; "
+            "is it a head for another target?"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"the head's vocab_size {config.vocab_size} is not the target's {target.vocab_size}; "
+            "is it a head for another target?"
+        )
+    expected = expected_tensors(config, target)
+    optional = {"d2t", "t2d", "embed_tokens.weight"}  # a full-vocabulary head may carry these
+    missing = sorted(set(expected) - set(weights))
+    unexpected = sorted(set(weights) - set(expected) - optional)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the head's tensors are not those of the official layout: missing {missing}, "
+            f"unexpected {unexpected}"
+        )
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != shape:
+            raise CheckpointError(
+                f"tensor {name} is {list(weights[name].shape)}, the config asks for {list(shape)}"
+            )
+    broken = sorted(n for n in expected if not bool(torch.isfinite(weights[n].float()).all()))
+    if broken:
+        raise CheckpointError(f"these tensors hold NaN or Inf: {', '.join(broken)}")
+
+
+def _target_ids(config: HeadConfig, weights: Mapping[str, Tensor]) -> np.ndarray:
+    """d2t as stored (offsets; by some exporters absolute ids) -> the target's ids [Vd] int64."""
+    size, whole = config.draft_vocab_size, config.vocab_size
+    if "d2t" not in weights:
+        return np.arange(size, dtype=np.int64)
+    d2t = weights["d2t"].to(torch.int64).numpy()
+    t2d = weights["t2d"].to(torch.bool).numpy() if "t2d" in weights else None
+    for ids in (d2t + np.arange(len(d2t)), d2t):
+        ascending = bool(np.all(np.diff(ids) > 0)) and ids[0] >= 0 and ids[-1] < whole
+        if ascending and (t2d is None or np.array_equal(np.flatnonzero(t2d), ids)):
+            return ids
+    raise CheckpointError(
+        f"d2t [{size}] maps to the target's vocabulary ({whole}) neither as offsets nor as absolute "
+        "ids: either reading must be ascending, unique, below the vocabulary size and agree with t2d"
+    )

@@ -1,0 +1,194 @@
+"""The EAGLE-3 head as PyTorch modules: the layer itself and the two graphs that are traced.
+
+`FuseGraph` turns the target's features into the head's input; `DraftGraph` runs rows that carry
+either that or the head's own output (method section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from eagle3.export.attention import CachedCall, Lowering, key_window
+from eagle3.export.head_config import Head, HeadConfig
+from eagle3.runtime.errors import CheckpointError
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v after RoPE -> [B,N,Hq,D]
+
+
+def _llama_config(config: HeadConfig) -> LlamaConfig:
+    if config.hidden_act not in ACT2FN:
+        raise CheckpointError(f"the head's hidden_act '{config.hidden_act}' is unknown")
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        hidden_act=config.hidden_act,
+        rms_norm_eps=config.rms_norm_eps,
+        mlp_bias=config.mlp_bias,
+        rope_parameters=dict(config.rope),
+        num_hidden_layers=1,
+        vocab_size=config.draft_vocab_size,
+    )
+
+
+class _Attention(nn.Module):
+    """Projections of the official layout: q, k, v read 2d, o writes d."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        d, bias = config.hidden_size, config.attention_bias
+        wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(2 * d, wide, bias=bias)
+        self.k_proj = nn.Linear(2 * d, narrow, bias=bias)
+        self.v_proj = nn.Linear(2 * d, narrow, bias=bias)
+        self.o_proj = nn.Linear(wide, d, bias=bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        batch, rows, _ = x.shape
+        q, k, v = (
+            proj(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return self.o_proj(attend(q, k, v).reshape(batch, rows, -1))  # type: ignore[no-any-return]
+
+
+class _MidLayer(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        llama = _llama_config(config)
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = _Attention(config)
+        self.mlp = LlamaMLP(llama)
+        self.hidden_norm = LlamaRMSNorm(d, eps)
+        self.input_layernorm = LlamaRMSNorm(d, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(d, eps)
+
+    def forward(
+        self, embedding: Tensor, g: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> Tensor:
+        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(g)], -1)
+        h = g + self.self_attn(x, cos, sin, attend)
+        return h + self.mlp(self.post_attention_layernorm(h))  # type: ignore[no-any-return]
+
+
+class EagleHead(nn.Module):
+    """The head without the target's embedding; names follow the official checkpoint.
+
+    forward: embedding [B,N,d] of token i+1, g [B,N,d] of position i, position_ids [B,N] = i ->
+    out [B,N,d], which is fed back un-normed; `logits(out)` [.., Vd] are of token i+2.
+    """
+
+    def __init__(self, config: HeadConfig, feature_size: int) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.fc = nn.Linear(feature_size, d, bias=False)
+        self.midlayer = _MidLayer(config)
+        self.norm = LlamaRMSNorm(d, config.rms_norm_eps)
+        self.lm_head = nn.Linear(d, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(_llama_config(config))
+
+    def forward(self, embedding: Tensor, g: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        cos, sin = self.rotary(g, position_ids)
+        return self.midlayer(embedding, g, cos, sin, attend)  # type: ignore[no-any-return]
+
+    def logits(self, out: Tensor) -> Tensor:
+        return self.lm_head(self.norm(out)).float()  # type: ignore[no-any-return]
+
+
+def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
+    """The head with its checkpoint's weights, in eval mode."""
+    module = EagleHead(head.config, head.weights["fc.weight"].shape[1])
+    state: Mapping[str, Any] = {
+        name: tensor
+        for name, tensor in head.weights.items()
+        if name not in ("d2t", "t2d", "embed_tokens.weight")
+    }
+    module.load_state_dict(state, strict=True)
+    return module.to(dtype).eval().requires_grad_(False)
+
+
+class FuseGraph(nn.Module):
+    """features [B,N,F], low to high -> hidden [B,N,d]: the head's fc."""
+
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__()
+        self.fc = head.fc
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.fc(features)  # type: ignore[no-any-return]
+
+
+class DraftGraph(nn.Module):
+    """One call of the head over its static cache.
+
+    Inputs: input_ids [B,N], position_ids [B,N] int64; hidden [B,N,d], fused features or the head's
+    own output; tree_mask [B,N,W] bool over the last W slots; past_len [B]; logit_rows [B,M];
+    top_k [1] int64; past_k, past_v [B,Hkv,S,D].
+    Outputs: logits [B,M,Vd] float32; top_log_probs [B,M,K] float32, top_ids [B,M,K] int64 (the
+    target's ids); hidden_out [B,N,d].
+    """
+
+    def __init__(
+        self, head: EagleHead, embedding: Tensor, target_ids: np.ndarray, lowering: Lowering
+    ) -> None:
+        super().__init__()
+        self.head = head
+        self.embed = nn.Embedding.from_pretrained(embedding, freeze=True)
+        self.register_buffer("target_ids", torch.from_numpy(target_ids.copy()))
+        self.lowering = lowering
+        self.full_vocab = bool(np.array_equal(target_ids, np.arange(len(target_ids))))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        hidden: Tensor,
+        tree_mask: Tensor,
+        past_len: Tensor,
+        logit_rows: Tensor,
+        top_k: Tensor,
+        past_k: list[Tensor],
+        past_v: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        num_rows = input_ids.shape[1]
+        call = CachedCall(past_len, past_len.max() + num_rows, past_k, past_v)
+        slots = self.lowering.num_slots(call, num_rows)
+        window = key_window(tree_mask, position_ids, past_len, slots, None)
+        bias = window.bias(None, hidden.dtype)
+        scale = self.head.midlayer.self_attn.head_dim**-0.5
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return call.attend(0, q, k, v, bias, scale)
+
+        out = self.head(self.embed(input_ids), hidden, position_ids, attend)
+        rows = logit_rows[:, :, None].expand(-1, -1, out.shape[-1])
+        logits = self.head.logits(out.gather(1, rows))
+        top, ids = _top_k(torch.log_softmax(logits, -1), top_k)
+        if not self.full_vocab:
+            ids = self.target_ids[ids]  # type: ignore[index]
+        return logits, top, ids, out
+
+
+def _top_k(log_probs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+    """log_probs [B,M,Vd], top_k [1] -> values and draft ids [B,M,K], best first; K is a symbol."""
+    count: int = top_k[0].item()  # type: ignore[assignment]
+    torch._check(count >= 1)
+    torch._check(count <= log_probs.shape[-1])
+    return torch.topk(log_probs, count, dim=-1)

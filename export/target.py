@@ -1,0 +1,145 @@
+"""Loads a target and traces it: Hugging Face id, local folder or GGUF file -> ONNX model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from eagle3.export.attention import Lowering
+from eagle3.export.onnx_graph import trace
+from eagle3.export.target_graph import KvShape, TargetGraph, kv_shape
+from eagle3.runtime.errors import ExportError, UnsupportedModel
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# RoPE kinds whose frequencies depend on the length of the request: a traced graph has one table.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target: the model in eval mode on the CPU, its tokenizer, where it came from."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    source: str
+    kv: KvShape
+
+    @property
+    def config(self) -> Any:
+        """The text model's configuration."""
+        return self.model.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """V: rows of the embedding, which the tokenizer may not fill."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def architecture(self) -> str:
+        return type(self.model).__name__
+
+
+def load_target(source: str, dtype: str, *, trust_remote_code: bool = False) -> Target:
+    """Loads `source` for export.
+
+    source: a hub id, a folder with safetensors (sharded too), or a `.gguf` file (dequantized).
+    Raises ExportError when it cannot be loaded and UnsupportedModel, naming the architecture, when
+    it can be loaded but not expressed.
+    """
+    where = _locate(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        _refuse_config(config)
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ExportError(_why_not_loaded(source, error)) from error
+    model = model.eval().requires_grad_(False)
+    return Target(model, tokenizer, source, kv_shape(model))
+
+
+def _locate(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ExportError(f"target {source}: no such GGUF file")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ExportError(f"target {source}: the folder has no config.json; is it a model folder?")
+    if not path.exists() and (path.is_absolute() or source.startswith(".") or source.count("/") > 1):
+        raise ExportError(f"target {source}: no such folder or file")
+    return {"pretrained_model_name_or_path": source}
+
+
+def _why_not_loaded(source: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines()
+    text = f"target {source} cannot be loaded: {reason[0] if reason else type(error).__name__}"
+    if "trust_remote_code" in str(error):
+        text += "; if you trust the code in that repository, pass --trust-remote-code"
+    elif not Path(source).exists():
+        text += "; it is no local path, and as a hub id it could not be fetched"
+    return text
+
+
+def _refuse_config(config: Any) -> None:
+    text = config.get_text_config()
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name}: encoder-decoder models are not supported, only decoders")
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    for parameters in nested:
+        kind = parameters.get("rope_type", "default")
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModel(
+                f"{name}: RoPE of type '{kind}' changes with the length of the request, which one "
+                "compiled graph cannot express; export a checkpoint with another rope_type"
+            )
+
+
+def trace_target(
+    target: Target, lowering: Lowering, aux_layer_ids: Sequence[int], capacity: int
+) -> ir.Model:
+    """Traces the target over caches of `capacity` slots; inputs and outputs as in TargetGraph."""
+    graph = TargetGraph(target.model, lowering, aux_layer_ids)
+    outputs = ["logits", "next_token"] + (["features"] if aux_layer_ids else [])
+    with graph.attached():
+        return trace(
+            graph, target_inputs(target, capacity), outputs, lowering, target.architecture
+        )
+
+
+def target_inputs(target: Target, capacity: int) -> dict[str, tuple[Any, str]]:
+    """Example inputs of a trace, none of them of a size that PyTorch would treat as special."""
+    batch, rows, picked = 2, 5, 3
+    ids = torch.zeros(batch, rows, dtype=torch.int64)
+    mask = torch.ones(batch, rows, rows, dtype=torch.bool).tril()
+    return {
+        "input_ids": (ids, "B N"),
+        "position_ids": (torch.arange(rows).repeat(batch, 1), "B N"),
+        "tree_mask": (mask, "B N N"),
+        "past_len": (torch.zeros(batch, dtype=torch.int64), "B"),
+        "logit_rows": (torch.zeros(batch, picked, dtype=torch.int64), "B M"),
+        **caches(target.kv, capacity, target.model.dtype, batch),
+    }
+
+
+def caches(
+    kv: KvShape, capacity: int, dtype: torch.dtype, batch: int
+) -> dict[str, tuple[list[Tensor], str]]:
+    """Empty caches, past_k and past_v, of every layer: [B,Hkv,S,D] each."""
+    shape = (batch, kv.num_kv_heads, capacity, kv.head_dim)
+    dims = f"B {kv.num_kv_heads} {capacity} {kv.head_dim}"
+    return {
+        name: ([torch.zeros(shape, dtype=dtype) for _ in range(kv.num_layers)], dims)
+        for name in ("past_k", "past_v")
+    }

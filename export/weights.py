@@ -1,0 +1,122 @@
+"""How weights lie in a graph: stored the way MatMul reads them, tied ones once, int8 on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+# Rows of a weight [K,N] that share one scale, the largest that divides K is taken.
+_BLOCKS = (128, 64, 32)
+
+
+def _replace(node: ir.Node, nodes: list[ir.Node], out: ir.Value) -> None:
+    old, graph = node.outputs[0], node.graph
+    assert graph is not None and isinstance(graph, ir.Graph)
+    out.shape, out.type = old.shape, old.type
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [out])
+
+
+def store_for_matmul(model: ir.Model) -> None:
+    """Removes every Transpose of a weight.
+
+    A weight that only feeds MatMul is stored as [K,N]. One that also feeds a Gather (embedding tied
+    to lm_head) stays [N,K], is stored once, and its MatMul becomes a Gemm that reads it as it is.
+    """
+    for node in [n for n in model.graph if n.op_type == "Transpose"]:
+        weight = node.inputs[0]
+        if weight is None or not weight.is_initializer() or weight.const_value is None:
+            continue
+        users = [use.node for use in node.outputs[0].uses()]
+        if len(weight.const_value.shape) != 2 or any(u.op_type != "MatMul" for u in users):
+            continue
+        if len(list(weight.uses())) == 1:
+            _transpose_in_place(model, node, weight)
+        else:
+            for user in users:
+                _matmul_to_gemm(user, weight)
+            model.graph.remove(node, safe=True)
+
+
+def _transpose_in_place(model: ir.Model, node: ir.Node, weight: ir.Value) -> None:
+    tensor = weight.const_value
+    assert tensor is not None and weight.name is not None
+    rows, columns = tensor.shape.numpy()
+
+    def transposed() -> ir.Tensor:
+        return ir.Tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype)
+
+    shape = ir.Shape([columns, rows])
+    lazy = ir.LazyTensor(transposed, dtype=tensor.dtype, shape=shape, name=weight.name)
+    stored = ir.Value(name=f"{weight.name}.T", shape=shape, type=weight.type, const_value=lazy)
+    model.graph.register_initializer(stored)
+    node.outputs[0].replace_all_uses_with(stored)
+    model.graph.remove(node, safe=True)
+    model.graph.initializers.pop(weight.name)
+
+
+def _matmul_to_gemm(matmul: ir.Node, weight: ir.Value) -> None:
+    """x [..,K] @ weight.T with weight [N,K] -> Reshape, Gemm(transB), Reshape."""
+    x = matmul.inputs[0]
+    width = weight.const_value.shape[0]  # type: ignore[union-attr]
+    depth = weight.const_value.shape[1]  # type: ignore[union-attr]
+
+    def constant(values: list[int]) -> ir.Node:
+        return ir.node("Constant", [], {"value": ir.tensor(values, dtype=ir.DataType.INT64)})
+
+    flat_shape, columns = constant([-1, int(depth)]), constant([int(width)])
+    flat = ir.node("Reshape", [x, flat_shape.outputs[0]])
+    gemm = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1})
+    leading = ir.node("Shape", [x], {"end": -1})
+    shape = ir.node("Concat", [leading.outputs[0], columns.outputs[0]], {"axis": 0})
+    out = ir.node("Reshape", [gemm.outputs[0], shape.outputs[0]])
+    nodes = [flat_shape, flat, gemm, leading, columns, shape, out]
+    _replace(matmul, nodes, out.outputs[0])
+
+
+def quantize_int8(model: ir.Model, keep: Callable[[str], bool] = lambda _: False) -> int:
+    """Stores the weights of MatMuls as int8 with one scale per block of rows and column.
+
+    weight [K,N] float -> int8 [K,N] and scales [K/block,N]; DequantizeLinear in front of the
+    MatMul, which ONNX Runtime fuses into one kernel. Symmetric, no zero points. `keep` names the
+    initializers to leave as they are. Returns how many were stored.
+    """
+    count = 0
+    for matmul in [n for n in model.graph if n.op_type == "MatMul"]:
+        weight = matmul.inputs[1]
+        if weight is None or not weight.is_initializer() or weight.const_value is None:
+            continue
+        assert weight.name is not None
+        block = next((b for b in _BLOCKS if weight.const_value.shape[0] % b == 0), None)
+        if keep(weight.name) or len(weight.const_value.shape) != 2 or block is None:
+            continue
+        _dequantize_in_front(model, matmul, weight, block)
+        count += 1
+    return count
+
+
+def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, block: int) -> None:
+    tensor, name = weight.const_value, weight.name
+    assert tensor is not None and name is not None
+    quantized, scales = block_int8(tensor.numpy().astype(np.float32), block)
+    stored = []
+    for suffix, array in (("int8", quantized), ("scale", scales)):
+        value = ir.Value(name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}"))
+        value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
+        model.graph.register_initializer(value)
+        stored.append(value)
+    dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
+    model.graph.insert_before(matmul, dequantize)
+    matmul.replace_input_with(1, dequantize.outputs[0])
+    if not list(weight.uses()):
+        model.graph.initializers.pop(name)
+
+
+def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """weight [K,N] float32 -> int8 [K,N], scales [K/block,N] float32; |error| <= scale / 2."""
+    depth, width = weight.shape
+    blocks = weight.reshape(depth // block, block, width)
+    scales = np.maximum(np.abs(blocks).max(axis=1), 1e-12) / 127.0
+    quantized = np.clip(np.rint(blocks / scales[:, None, :]), -127, 127).astype(np.int8)
+    return quantized.reshape(depth, width), scales.astype(np.float32)

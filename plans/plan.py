@@ -1,0 +1,206 @@
+"""What to build: static shapes, tree budget, precision. The only place where defaults live.
+
+`eagle3 export` compiles engines for one `Plan`, which the bundle's manifest then carries; the
+runtime allocates its buffers from it, and a request may ask for a smaller or larger tree within
+it (`Plan.override`). Neither object ever changes: "with another tree" is a new object.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from eagle3.runtime.errors import PlanError
+
+DTYPES = ("float32", "float16", "bfloat16")
+DRAFT_WEIGHTS = ("float32", "float16", "bfloat16", "int8")
+LOWERINGS = ("ort", "portable")
+BACKENDS = ("ort-cpu", "ort-cuda")
+
+MAX_SEQ_LEN = 1 << 20
+MAX_DRAFT_TOKENS = 1024
+MAX_DRAFT_DEPTH = 1024
+MAX_DRAFT_TOP_K = 256
+_DRAFT_ROWS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """The draft tree of a round, root excluded. Raises PlanError for a value out of range.
+
+    `num_draft_tokens` may exceed `num_candidates`: the tree then has every candidate there is.
+    """
+
+    draft_top_k: int = 1
+    """K: children each frontier node proposes, and nodes kept as the next frontier."""
+    draft_depth: int = 3
+    """D: number of levels below the root."""
+    num_draft_tokens: int = 3
+    """Nodes kept for verification; one target call sees these and the root."""
+
+    def __post_init__(self) -> None:
+        _check_range("tree.draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
+        _check_range("tree.draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
+        _check_range("tree.num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes a dynamic tree scores before the rerank: K under the root, K*K a level below."""
+        return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
+
+    @property
+    def top_k_in_use(self) -> int:
+        """More children a node, or frontier nodes, than tokens in the tree change nothing."""
+        return min(self.draft_top_k, self.num_draft_tokens)
+
+    @property
+    def depth_in_use(self) -> int:
+        """More levels than tokens in the tree change nothing."""
+        return min(self.draft_depth, self.num_draft_tokens)
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Rows of the draft in one round, besides those of committed tokens."""
+        return self.top_k_in_use * (self.depth_in_use - 1)
+
+    def to_json(self) -> dict[str, int]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> "TreePlan":
+        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
+        return cls(**_exact_fields(cls, data, "tree"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Static shapes, tree and precision of a bundle. Raises PlanError for a contradiction."""
+
+    max_seq_len: int = 2048
+    """S: cache capacity in tokens, prompt plus generated."""
+    prefill_chunk: int = 128
+    """Prompt tokens in one target call."""
+    max_draft_tokens: int = 64
+    """The largest tree a request may ask for, root excluded."""
+    tree: TreePlan = field(default_factory=TreePlan)
+    """The tree a request gets when it does not ask for another."""
+    dtype: str = "float32"
+    """Target weights and activations, and both caches."""
+    draft_weights: str = "float32"
+    """How the draft head's matrices are stored."""
+    lowering: str = "ort"
+    """How attention is expressed in the graphs."""
+    backend: str = "ort-cpu"
+    """What runs the engines."""
+
+    def __post_init__(self) -> None:
+        _check_range("max_seq_len", self.max_seq_len, 2, MAX_SEQ_LEN)
+        _check_range("prefill_chunk", self.prefill_chunk, 1, self.max_seq_len, "max_seq_len")
+        # One target call holds the root and the tree, and all of it must fit the cache.
+        _check_range("max_draft_tokens", self.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _check_range(
+            "max_draft_tokens", self.max_draft_tokens, 1, self.max_seq_len - 1, "max_seq_len - 1"
+        )
+        _check_tree(self.tree, self.max_draft_tokens)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        _check_choice("lowering", self.lowering, LOWERINGS)
+        _check_choice("backend", self.backend, BACKENDS)
+        _check_precision(self)
+
+    @property
+    def max_draft_rows(self) -> int:
+        """Tree rows the draft may run in one round, its cache's room behind the committed rows."""
+        return _DRAFT_ROWS_PER_TOKEN * self.max_draft_tokens
+
+    @property
+    def draft_capacity(self) -> int:
+        """Slots of the draft's cache."""
+        return self.max_seq_len + self.max_draft_rows
+
+    def with_tree(self, tree: TreePlan) -> "Plan":
+        """The same plan with another default tree; PlanError if that exceeds max_draft_tokens."""
+        return replace(self, tree=tree)
+
+    def override(
+        self,
+        draft_top_k: int | None = None,
+        draft_depth: int | None = None,
+        num_draft_tokens: int | None = None,
+    ) -> TreePlan:
+        """The tree of one request: this plan's, with what the request names put in its place.
+
+        Raises PlanError, naming the field and both numbers, for a tree the engines cannot verify.
+        """
+        asked = {
+            "draft_top_k": draft_top_k,
+            "draft_depth": draft_depth,
+            "num_draft_tokens": num_draft_tokens,
+        }
+        tree = replace(self.tree, **{k: v for k, v in asked.items() if v is not None})
+        _check_tree(tree, self.max_draft_tokens)
+        return tree
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object; `tree` is an object in it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> "Plan":
+        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
+        values = _exact_fields(cls, data, "plan")
+        return cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
+
+
+def _exact_fields(cls: type[Plan] | type[TreePlan], data: object, where: str) -> dict[str, Any]:
+    """`data` as keyword arguments of `cls`, which must have exactly its fields."""
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{where} is {type(data).__name__}, not a JSON object")
+    known = [each.name for each in fields(cls)]
+    unknown = sorted(str(key) for key in data if key not in known)
+    if unknown:
+        raise PlanError(f"{where} has unknown fields {unknown}; it knows {known}: remove them")
+    missing = [name for name in known if name not in data]
+    if missing:
+        raise PlanError(f"{where} lacks the fields {missing}: add them")
+    return dict(data)
+
+
+def _check_range(name: str, value: object, low: int, high: int, high_name: str = "") -> None:
+    limit = f"{high_name} = {high}" if high_name else str(high)
+    if type(value) is not int:
+        raise PlanError(f"{name} is {value!r}: give an integer from {low} to {limit}")
+    if not low <= value <= high:
+        hint = "; raise max_seq_len or lower it" if high_name and value > high else ""
+        raise PlanError(f"{name} is {value}, allowed are {low} to {limit}{hint}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
+
+
+def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
+    if not isinstance(tree, TreePlan):
+        raise PlanError(f"tree is {tree!r}: give a TreePlan")
+    if tree.num_draft_tokens > max_draft_tokens:
+        raise PlanError(
+            f"num_draft_tokens is {tree.num_draft_tokens}, but the plan's max_draft_tokens is"
+            f" {max_draft_tokens}: ask for at most {max_draft_tokens},"
+            " or export with a larger max_draft_tokens"
+        )
+    limit = _DRAFT_ROWS_PER_TOKEN * max_draft_tokens
+    if tree.num_draft_rows > limit:
+        raise PlanError(
+            f"a tree of draft_top_k {tree.draft_top_k} and draft_depth {tree.draft_depth} runs"
+            f" {tree.num_draft_rows} draft rows a round, but max_draft_tokens {max_draft_tokens}"
+            f" leaves room for {limit}: ask for less of either, or export with a larger"
+            " max_draft_tokens"
+        )
+
+
+def _check_precision(plan: Plan) -> None:
+    # ONNX Runtime's CPU provider has no bfloat16 MatMul: such a graph fails to load.
+    if plan.backend == "ort-cpu" and "bfloat16" in (plan.dtype, plan.draft_weights):
+        name = "dtype" if plan.dtype == "bfloat16" else "draft_weights"
+        raise PlanError(f"{name} is bfloat16, which backend ort-cpu cannot run: choose float32")

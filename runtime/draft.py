@@ -1,0 +1,156 @@
+"""The EAGLE-3 head's engines over their cache: extend by committed rows, step by tree rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.session import Buffer, Clock, KvCache, Session, Values
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class DraftOutput:
+    """Candidates of the rows asked for; arrays are views that the next call overwrites.
+
+    top_ids int64 [M,K] (the target's ids) and top_log_probs float32 [M,K], best first; logits
+    float32 [M,Vd] when asked for; hidden [N,d] of all rows, what the next step is fed.
+    """
+
+    top_ids: Int64s
+    top_log_probs: Float32s
+    logits: Float32s | None
+    hidden: NDArray[Any]
+
+
+class DraftEngine:
+    """Batch 1. Slots 0 .. `num_rows` - 1 of the cache were made from the target's features and
+    stay; tree rows stand behind them and are overwritten by the next extension.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int, clock: Clock) -> None:
+        manifest = bundle.manifest
+        plan, info = manifest.plan, manifest.draft
+        assert info is not None
+        dtype = np.dtype(plan.dtype)
+        self.draft_vocab_size, self.hidden_size = info.draft_vocab_size, info.hidden_size
+        self.feature_size = manifest.target.feature_size
+        self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
+        capacity = plan.draft_capacity
+        self._cache = KvCache(1, info.num_kv_heads, capacity, info.head_dim, dtype)
+        self._fuse = self._load(bundle, "draft_fuse", threads, clock)
+        self._draft = self._load(bundle, "draft", threads, clock)
+        self.num_rows = 0
+        rows, top = self.max_rows, plan.max_draft_tokens
+        self._features = Buffer(rows * self.feature_size, dtype)
+        self._hidden_in = Buffer(rows * self.hidden_size, dtype)
+        self._hidden_out = Buffer(rows * self.hidden_size, dtype)
+        self._ids, self._positions = Buffer(rows, np.int64), Buffer(rows, np.int64)
+        self._mask = Buffer(rows * max(rows, plan.max_draft_rows), np.bool_)
+        self._past, self._top_k = Buffer(1, np.int64), Buffer(1, np.int64)
+        self._logit_rows = Buffer(rows, np.int64)
+        self._ids_out, self._log_probs = Buffer(top * top, np.int64), Buffer(top * top, np.float32)
+        self._logits = Buffer(top * self.draft_vocab_size, np.float32)
+        self._causal = np.tril(np.ones((rows, rows), np.bool_))
+        self._bound_past, self._bound_present = self._cache.bindings()
+
+    @staticmethod
+    def _load(bundle: Bundle, name: str, threads: int, clock: Clock) -> Session:
+        return Session(bundle.path(bundle.manifest.engines[name].file), name, threads, clock)
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        self.num_rows = 0
+
+    def feature_slots(self, num_rows: int) -> NDArray[Any]:
+        """Where the caller writes the features [N,F] of the next `extend`."""
+        return self._features.view(1, num_rows, self.feature_size)[0]
+
+    def extend(self, next_ids: Int64s, top_k: int, want_logits: bool = False) -> DraftOutput:
+        """Runs rows with the target's features (already in `feature_slots`) and keeps them.
+
+        next_ids [N]: row i's features belong to position i, its token to position i + 1. The
+        candidates are those of the last row.
+        """
+        count = len(next_ids)
+        self._fuse.run(
+            count,
+            lambda: (
+                {"features": self._features.value(1, count, self.feature_size)},
+                {"hidden": self._hidden_in.value(1, count, self.hidden_size)},
+            ),
+        )
+        self._ids.view(1, count)[0] = next_ids
+        first = self.num_rows
+        self._positions.view(1, count)[0] = np.arange(first, first + count)
+        self._mask.view(1, count, count)[0] = self._causal[:count, :count]
+        self._logit_rows.view(1, 1)[0] = count - 1
+        self.num_rows += count
+        return self._run(count, count, 1, first, top_k, want_logits)
+
+    def step(
+        self,
+        ids: Int64s,
+        hidden: NDArray[Any],
+        depth: int,
+        row_mask: NDArray[np.bool_],
+        top_k: int,
+        want_logits: bool = False,
+    ) -> DraftOutput:
+        """Runs tree rows that carry the head's own output.
+
+        ids [N]: nodes at `depth` (1 = children of the root); hidden [N,d]: their parents' output;
+        row_mask [N,W] bool: which of the tree rows so far, these included, each one sees.
+        """
+        count, window = row_mask.shape
+        self._hidden_in.view(1, count, self.hidden_size)[0] = hidden
+        self._ids.view(1, count)[0] = ids
+        self._positions.view(1, count)[0] = self.num_rows - 1 + depth
+        self._mask.view(1, count, window)[0] = row_mask
+        self._logit_rows.view(1, count)[0] = np.arange(count)
+        past = self.num_rows + window - count
+        return self._run(count, window, count, past, top_k, want_logits)
+
+    def _run(
+        self, count: int, window: int, picked: int, past: int, top_k: int, want_logits: bool
+    ) -> DraftOutput:
+        self._past.view(1)[0] = past
+        self._top_k.view(1)[0] = top_k
+        shape = (count, window, picked, top_k, want_logits)
+        self._draft.run(shape, lambda: self._values(*shape))
+        logits = self._logits.view(1, picked, self.draft_vocab_size)[0] if want_logits else None
+        return DraftOutput(
+            top_ids=self._ids_out.view(1, picked, top_k)[0],
+            top_log_probs=self._log_probs.view(1, picked, top_k)[0],
+            logits=logits,
+            hidden=self._hidden_out.view(1, count, self.hidden_size)[0],
+        )
+
+    def _values(
+        self, count: int, window: int, picked: int, top_k: int, want_logits: bool
+    ) -> Values:
+        inputs = {
+            "input_ids": self._ids.value(1, count),
+            "position_ids": self._positions.value(1, count),
+            "hidden": self._hidden_in.value(1, count, self.hidden_size),
+            "tree_mask": self._mask.value(1, count, window),
+            "past_len": self._past.value(1),
+            "logit_rows": self._logit_rows.value(1, picked),
+            "top_k": self._top_k.value(1),
+            **self._bound_past,
+        }
+        outputs = {
+            "top_ids": self._ids_out.value(1, picked, top_k),
+            "top_log_probs": self._log_probs.value(1, picked, top_k),
+            "hidden_out": self._hidden_out.value(1, count, self.hidden_size),
+            **self._bound_present,
+        }
+        if want_logits:
+            outputs["logits"] = self._logits.value(1, picked, self.draft_vocab_size)
+        return inputs, outputs

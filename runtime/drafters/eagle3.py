@@ -1,0 +1,110 @@
+"""EAGLE-3: the head extends its cache by committed rows, then grows a tree from its own output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.runtime.draft import DraftEngine, DraftOutput
+from eagle3.runtime.drafters.base import DraftRequest, Int64s
+from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
+from eagle3.runtime.tree import DynamicTree, Tree
+
+
+class Eagle3Drafter:
+    """Dynamic tree of deterministic candidates, or a sampled chain (method sections 2 and 3).
+
+    A row pairs the features of position i with the token of position i + 1, so the newest row
+    waits until its token is known: rows are pending until the next `propose`, or until they would
+    overflow the engine's buffers.
+    """
+
+    name = "eagle3"
+
+    def __init__(self, engine: DraftEngine, target_ids: Int64s, vocab_size: int) -> None:
+        self._engine, self._target_ids, self._vocab_size = engine, target_ids, vocab_size
+        self._pending = 0
+        self._next_ids = np.zeros(engine.max_rows, np.int64)
+
+    def reset(self) -> None:
+        """Forgets all rows, run and pending."""
+        self._engine.reset()
+        self._pending = 0
+
+    def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
+        """Files rows; the token of the newest pending one is tokens[0]."""
+        assert features is not None, "an EAGLE-3 head needs the target's features"
+        count = len(tokens)
+        if self._pending:
+            self._next_ids[self._pending - 1] = tokens[0]
+        if self._pending + count > self._engine.max_rows:
+            self._extend(top_k=1, want_logits=False)
+        end = self._pending + count
+        self._engine.feature_slots(end)[self._pending :] = features
+        self._next_ids[self._pending : end - 1] = tokens[1:]
+        self._pending = end
+
+    def propose(self, request: DraftRequest) -> Tree:
+        """Grows the tree of this round under request.root."""
+        assert self._pending, "nothing was observed since the last proposal"
+        self._next_ids[self._pending - 1] = request.root
+        sampled = request.temperature is not None and request.tree.draft_top_k == 1
+        if sampled:
+            return self._sampled_chain(request)
+        return self._dynamic_tree(request)
+
+    def _extend(self, top_k: int, want_logits: bool) -> DraftOutput:
+        """Runs the pending rows; what comes back is of the newest one."""
+        count, self._pending = self._pending, 0
+        return self._engine.extend(self._next_ids[:count], top_k, want_logits)
+
+    def _dynamic_tree(self, request: DraftRequest) -> Tree:
+        """EAGLE-2's expand and rerank; one engine call a level."""
+        plan = request.tree
+        top_k = min(plan.top_k_in_use, self._engine.draft_vocab_size)
+        tree = DynamicTree(request.root, top_k, plan.depth_in_use, plan.num_draft_tokens)
+        out = self._extend(top_k, want_logits=False)
+        tree.add_root_candidates(out.top_ids[0], out.top_log_probs[0])
+        hidden = out.hidden[-1:]
+        while (frontier := tree.frontier) is not None:
+            out = self._engine.step(
+                frontier.tokens,
+                hidden[frontier.parent_slots],
+                frontier.depth,
+                frontier.row_mask,
+                top_k,
+            )
+            tree.add(out.top_ids, out.top_log_probs)
+            hidden = out.hidden
+        return tree.finish()
+
+    def _sampled_chain(self, request: DraftRequest) -> Tree:
+        """A chain whose tokens are drawn from q, which the tree carries for the acceptance."""
+        tokens: list[int] = []
+        q: dict[int, Float32s] = {}
+        out = self._extend(1, want_logits=True)
+        for depth in range(1, request.tree.depth_in_use + 1):
+            assert out.logits is not None
+            drawn = self._draw(out.logits[0], request)
+            if drawn is None:
+                break
+            token, q[depth - 1] = drawn
+            tokens.append(token)
+            if depth < request.tree.depth_in_use:
+                seen = np.ones((1, depth), np.bool_)
+                ids = np.array([token], np.int64)
+                out = self._engine.step(ids, out.hidden[-1:].copy(), depth, seen, 1, True)
+        return Tree.chain(request.root, tokens, q)
+
+    def _draw(self, logits: Float32s, request: DraftRequest) -> tuple[int, Float32s] | None:
+        """A token of the target's vocabulary and the q [V] it was drawn from."""
+        assert request.temperature is not None and request.rng is not None
+        probs = draft_probs(logits, request.temperature)
+        if probs is None:
+            return None
+        draft_id = sample_inverse_cdf(probs, request.rng.random())
+        q = np.zeros(self._vocab_size, np.float32)
+        q[self._target_ids] = probs
+        return int(self._target_ids[draft_id]), q

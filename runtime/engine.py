@@ -1,0 +1,333 @@
+"""The engine a service embeds: load a bundle, generate or stream, one request at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eagle3.plans.plan import TreePlan
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.chat import ChatTemplate, Prompt, encode_prompt, load_tokenizer
+from eagle3.runtime.decode import Decoding, Round
+from eagle3.runtime.drafters import DRAFTERS, Drafter, available, build
+from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
+from eagle3.runtime.pace import Pace, PlainCost
+from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
+from eagle3.runtime.sampling import Acceptance, SamplingParams, TokenHistory
+from eagle3.runtime.sequence import FinishReason, TokenSequence
+from eagle3.runtime.session import Clock
+from eagle3.runtime.stats import Stats, StatsRecorder
+from eagle3.runtime.target import TargetEngine
+from eagle3.runtime.text import TextStream
+
+DEFAULT_MAX_NEW_TOKENS = 256
+MAX_LOGPROBS = 20
+DEVICES = ("cpu",)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request. token_ids hold the EOS token, text does not."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    stats: Stats
+    logprobs: list[TokenLogprob] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        logprobs = self.logprobs and [vars(each) for each in self.logprobs]
+        return {**vars(self), "stats": self.stats.to_json(), "logprobs": logprobs}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one round added; `result` stands in the last chunk only."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+    result: Result | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request, validated."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    drafter: str
+    tree: TreePlan
+    may_fall_back: bool
+    num_logprobs: int | None
+    cancel: threading.Event = field(default_factory=threading.Event)
+
+
+class Engine:
+    """A loaded bundle. `load` makes one; requests of several threads take turns."""
+
+    def __init__(self, bundle: Bundle, threads: int) -> None:
+        manifest = bundle.manifest
+        self.bundle = bundle
+        self.plan = manifest.plan
+        self._threads = threads
+        self._clock = Clock()
+        self._plain_cost = PlainCost()
+        self._target = TargetEngine(bundle, threads, self._clock)
+        self._drafters: dict[str, Drafter] = {}
+        self._history = TokenHistory(manifest.target.vocab_size)
+        self.tokenizer = load_tokenizer(bundle)
+        self.chat_template = _chat_template(bundle)
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._drafter(self.default_drafter)
+
+    @property
+    def drafters(self) -> list[str]:
+        """The names a request may ask for, the default first."""
+        return available(self.bundle)
+
+    @property
+    def default_drafter(self) -> str:
+        return self.drafters[0]
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """The whole answer; options as in `stream`."""
+        result = None
+        for chunk in self.stream(prompt, **options):
+            result = chunk.result
+        assert result is not None
+        return result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int = 0,
+        acceptance: Acceptance = "rejection",
+        stop: str | Sequence[str] | None = None,
+        chat: bool = True,
+        drafter: str | None = None,
+        draft_top_k: int | None = None,
+        draft_depth: int | None = None,
+        num_draft_tokens: int | None = None,
+        logprobs: int | bool | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Iterator[Chunk]:
+        """Yields what each round commits; closing the iterator cancels the request.
+
+        prompt: a text (a user's message with chat=True, as it is with chat=False), a list of
+        messages, or token ids. drafter: None for the bundle's, "none" for plain decoding; naming
+        one, or any of the three draft sizes, also keeps speculation on where it does not pay.
+        acceptance: "rejection" or "coupled" (same seed, same text, with any drafter). logprobs: how
+        many alternatives to give for each token. cancel: ends the request after the round in
+        flight when it is set.
+
+        Raises RequestError (PromptTooLong, ...) before anything runs; EngineError if an engine
+        fails.
+        """
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
+            seed=seed,
+            acceptance=acceptance,
+        )
+        params.validate_for_vocab(self.bundle.manifest.target.vocab_size)
+        sizes = {
+            "draft_top_k": draft_top_k,
+            "draft_depth": draft_depth,
+            "num_draft_tokens": num_draft_tokens,
+        }
+        explicit = drafter is not None or any(size is not None for size in sizes.values())
+        request = Request(
+            prompt_ids=self.encode(prompt, chat=chat),
+            params=params,
+            max_new_tokens=_checked_count("max_new_tokens", max_new_tokens),
+            stop=_checked_stop(stop),
+            drafter=self._checked_drafter(drafter),
+            tree=self._tree(sizes),
+            may_fall_back=not explicit,
+            num_logprobs=_checked_logprobs(logprobs),
+            cancel=cancel or threading.Event(),
+        )
+        TextStream(self.tokenizer, request.stop)  # refuses bad stop strings before anything runs
+        return self._run(request)
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """Token ids of a prompt. Raises PromptTooLong, RequestError."""
+        vocab_size = self.bundle.manifest.target.vocab_size
+        ids = encode_prompt(prompt, self.tokenizer, self.chat_template, chat, vocab_size)
+        if len(ids) > self._target.capacity:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens, the bundle's context is {self._target.capacity}"
+                "; shorten it, or export with a larger --max-seq-len"
+            )
+        return ids
+
+    def render(self, prompt: Prompt) -> str:
+        """The text that the chat template makes of a prompt, as the target reads it."""
+        ids = self.encode(prompt)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _run(self, request: Request) -> Iterator[Chunk]:
+        with self._turn():
+            yield from self._chunks(request)
+
+    def _chunks(self, request: Request) -> Iterator[Chunk]:
+        prompt = np.asarray(request.prompt_ids, np.int64)
+        decoding = self._decoding(request)
+        texts: list[str] = []
+        logprobs: list[TokenLogprob] | None = None if request.num_logprobs is None else []
+        for each in decoding.rounds(prompt):
+            texts.append(each.committed.text)
+            if logprobs is not None:
+                logprobs.extend(each.logprobs or ())
+            if each.committed.finish_reason is None:
+                yield _chunk(each, None)
+        reason = decoding.sequence.finish_reason
+        assert reason is not None
+        result = Result(
+            text="".join(texts),
+            token_ids=decoding.sequence.token_ids,
+            prompt_tokens=len(prompt),
+            finish_reason=reason,
+            stats=decoding.stats.result(),
+            logprobs=logprobs,
+        )
+        yield _chunk(each, result) if texts else Chunk("", [], reason, logprobs, result)
+
+    def _decoding(self, request: Request) -> Decoding:
+        capacity = self._target.capacity
+        limit = min(request.max_new_tokens, capacity - len(request.prompt_ids))
+        eos = self.bundle.manifest.generation.eos_token_ids
+        by_time = request.params.greedy or request.params.acceptance == "coupled"
+        return Decoding(
+            target=self._target,
+            drafter=self._drafter(request.drafter),
+            rule=AcceptanceRule(request.params, self._history, request.num_logprobs),
+            sequence=TokenSequence(limit, eos, TextStream(self.tokenizer, request.stop)),
+            history=self._history,
+            tree=request.tree,
+            pace=Pace(request.may_fall_back, by_time, self._plain_cost),
+            clock=self._clock,
+            cancel=request.cancel,
+            stats=StatsRecorder(),
+        )
+
+    def _turn(self) -> _Turn:
+        return _Turn(self)
+
+    def _drafter(self, name: str) -> Drafter:
+        if name not in self._drafters:
+            self._drafters[name] = build(name, self.bundle, self._threads, self._clock)
+        return self._drafters[name]
+
+    def _checked_drafter(self, name: str | None) -> str:
+        if name is None:
+            return self.default_drafter
+        if name not in self.drafters:
+            known = name in DRAFTERS
+            raise RequestError(
+                f"drafter '{name}' is {'not in this bundle' if known else 'unknown'}; "
+                f"this bundle has: {', '.join(self.drafters)}"
+            )
+        return name
+
+    def _tree(self, sizes: Mapping[str, int | None]) -> TreePlan:
+        try:
+            return self.plan.override(**sizes)
+        except PlanError as error:
+            raise RequestError(str(error)) from error
+
+
+class _Turn:
+    """Holds the engine for one request; waits for other threads, refuses its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        engine = self._engine
+        if engine._owner == threading.get_ident():
+            raise RequestError(
+                "a stream of this engine is still open in this thread; read it to its end or "
+                "close() it before the next request"
+            )
+        engine._lock.acquire()
+        engine._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._engine._owner = None
+        self._engine._lock.release()
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None, device: str = "cpu") -> Engine:
+    """Opens the bundle folder at `path` and loads its engines.
+
+    threads: of each engine, by default the cores this process may use. device: "cpu".
+    Raises BundleError, EngineMissing, RequestError.
+    """
+    if device not in DEVICES:
+        raise RequestError(f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}")
+    count = len(os.sched_getaffinity(0)) if threads is None else threads
+    return Engine(Bundle.open(path), _checked_count("threads", count))
+
+
+def _chat_template(bundle: Bundle) -> ChatTemplate | None:
+    info = bundle.manifest.tokenizer
+    if info.chat_template is None:
+        return None
+    source = bundle.path(info.chat_template).read_text(encoding="utf-8")
+    return ChatTemplate(source, info.special_tokens)
+
+
+def _chunk(each: Round, result: Result | None) -> Chunk:
+    logprobs = None if each.logprobs is None else list(each.logprobs)
+    done = each.committed
+    return Chunk(done.text, list(done.token_ids), done.finish_reason, logprobs, result)
+
+
+def _checked_count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise RequestError(f"{name} is {value!r}: give an integer of at least 1")
+    return int(value)
+
+
+def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _checked_logprobs(logprobs: int | bool | None) -> int | None:
+    if logprobs is None or logprobs is False:
+        return None
+    count = 0 if logprobs is True else logprobs
+    if not isinstance(count, int) or not 0 <= count <= MAX_LOGPROBS:
+        raise RequestError(f"logprobs is {logprobs!r}: give an integer from 0 to {MAX_LOGPROBS}")
+    return count

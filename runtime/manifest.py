@@ -1,0 +1,300 @@
+"""`manifest.json`: what a bundle says about itself, as frozen dataclasses, and the strict reader.
+
+Export builds a `Manifest` and writes `to_json()`; `runtime.bundle` reads it back before anything
+is loaded. A field that is unknown, missing or of another type is a BundleError that names it by
+its dotted path (`target.vocab_size`): a manifest half understood is a wrong model in silence.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from eagle3.plans.plan import Plan
+from eagle3.runtime.errors import BundleError, PlanError
+
+FORMAT = "eagle3-bundle"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on one value, for `Annotated`; `says` completes "... is X, not ..."."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Rule("at least 1", lambda n: n >= 1)]
+Index = Annotated[int, Rule("at least 0", lambda n: n >= 0)]
+Text = Annotated[str, Rule("a text of one or more characters", bool)]
+Sha256 = Annotated[
+    str, Rule("64 lower-case hex digits", lambda s: bool(re.fullmatch("[0-9a-f]{64}", s)))
+]
+TENSOR_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
+TensorDtype = Annotated[
+    str, Rule(f"one of {', '.join(TENSOR_DTYPES)}", lambda s: s in TENSOR_DTYPES)
+]
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The target model: what sizes its caches and the draft's inputs."""
+
+    architecture: Text
+    vocab_size: Count
+    """V: rows of the embedding, so every id of a prompt is below it."""
+    hidden_size: Count
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    max_position_embeddings: Count
+    aux_layer_ids: tuple[Index, ...]
+    """HF `hidden_states` indices that are fused, low to high; empty when there is no draft."""
+    feature_size: Index
+    """Width of the `features` output: usually len(aux_layer_ids) * hidden_size; 0 without."""
+    source: Text
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one ambiguity of draft checkpoints was resolved, and what decided it."""
+
+    value: Any
+    source: Text
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """The draft head."""
+
+    dialect: Text
+    method: Text
+    hidden_size: Count
+    num_kv_heads: Count
+    head_dim: Count
+    draft_vocab_size: Count
+    conventions: Mapping[str, Convention]
+    checks: Mapping[str, Any]
+    """Results of the checks that export made on the checkpoint, for the reader of the manifest."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of an engine; a symbolic dimension is a name."""
+
+    name: Text
+    dtype: TensorDtype
+    shape: tuple[Index | Text, ...]
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One compiled graph and its signature."""
+
+    file: Text
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size in bytes and SHA-256 of one file of the bundle."""
+
+    size: Index
+    sha256: Sha256
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Tokenizer and chat template files, and the ids and texts that they need."""
+
+    file: Text
+    chat_template: Text | None
+    eos_token_ids: tuple[Index, ...]
+    bos_token_id: Index | None
+    special_tokens: Mapping[str, str]
+    """`bos_token` and the like -> text, as the chat template sees them."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What the target's generation config recommends; None where it says nothing."""
+
+    eos_token_ids: tuple[Index, ...]
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole of `manifest.json`, less `format` and `schema_version`."""
+
+    created_by: Mapping[str, str]
+    """Tool -> version."""
+    command: Text
+    plan: Plan
+    target: TargetInfo
+    draft: DraftInfo | None
+    engines: Mapping[str, EngineInfo]
+    files: Mapping[str, FileInfo]
+    """Path relative to the folder, with `/` -> the file; every file of the bundle but this one."""
+    tokenizer: TokenizerInfo
+    generation: GenerationDefaults
+    self_check: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that `from_json` reads."""
+        head = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
+        return {**head, **_plain(self)}
+
+    @classmethod
+    def from_json(cls, data: object) -> "Manifest":
+        """Read a manifest; BundleError for another format or version, or a field amiss."""
+        body = _without_head(_json_object(data, "manifest"))
+        manifest: Manifest = _read(cls, body, "")
+        _check_references(manifest)
+        _check_draft(manifest)
+        return manifest
+
+
+def _without_head(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` less its format and version, which are checked before any other field."""
+    if data.get("format") != FORMAT:
+        raise BundleError(f"manifest's format is {data.get('format')!r}, not {FORMAT!r}")
+    version = data.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise BundleError(
+            f"manifest has schema_version {version!r}, this eagle3 reads {SCHEMA_VERSION}:"
+            " install the eagle3 that wrote the bundle (see its created_by), or export it again"
+        )
+    return {k: v for k, v in data.items() if k not in ("format", "schema_version")}
+
+
+def _check_references(manifest: Manifest) -> None:
+    """Every file that another field names must be listed in `files`, with its size and hash."""
+    named = {f"engines.{name}.file": engine.file for name, engine in manifest.engines.items()}
+    named["tokenizer.file"] = manifest.tokenizer.file
+    if manifest.tokenizer.chat_template is not None:
+        named["tokenizer.chat_template"] = manifest.tokenizer.chat_template
+    for field, file in named.items():
+        if file not in manifest.files:
+            raise BundleError(
+                f"{field} is {file!r}, which `files` does not list: the file is foreign to this"
+                " bundle; export it again"
+            )
+
+
+def _check_draft(manifest: Manifest) -> None:
+    """The draft must fit the target that it was exported for."""
+    target, draft = manifest.target, manifest.draft
+    beyond = [i for i in target.aux_layer_ids if i > target.num_layers]
+    if beyond:
+        raise BundleError(
+            f"target.aux_layer_ids names hidden_states {beyond}, but num_layers is"
+            f" {target.num_layers}: export the bundle again"
+        )
+    if draft is not None and draft.draft_vocab_size > target.vocab_size:
+        raise BundleError(
+            f"draft.draft_vocab_size is {draft.draft_vocab_size}, more than target.vocab_size"
+            f" {target.vocab_size}: this draft belongs to another target"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses, mappings and tuples as dicts and lists."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+# The reader. `hint` is a field's type, `where` its dotted path for the message.
+
+
+def _read(hint: Any, value: object, where: str) -> Any:
+    """`value` as `hint`, read strictly; BundleError names `where`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if hint is Plan:
+        return _read_plan(value)
+    if origin is Annotated:
+        return _obey(args[1], _read(args[0], value, where), where)
+    if origin in (Union, UnionType):
+        return _read_union(args, value, where)
+    if origin is tuple:
+        items = _of_type(value, list, "a list", where)
+        return tuple(_read(args[0], item, f"{where}[{i}]") for i, item in enumerate(items))
+    if origin is Mapping:
+        items = _json_object(value, where)
+        return {key: _read(args[1], item, f"{where}.{key}") for key, item in items.items()}
+    if is_dataclass(hint):
+        return _read_dataclass(hint, _json_object(value, where or "manifest"), where)
+    return _read_scalar(hint, value, where)
+
+
+def _read_dataclass(cls: Any, data: dict[str, Any], where: str) -> Any:
+    hints = get_type_hints(cls, include_extras=True)
+    dot = f"{where}." if where else ""
+    for name in data:
+        if name not in hints:
+            raise BundleError(f"{dot}{name} is not a field of a manifest: export the bundle again")
+    for name in hints:
+        if name not in data:
+            raise BundleError(f"{dot}{name} is missing: export the bundle again")
+    return cls(**{name: _read(hint, data[name], f"{dot}{name}") for name, hint in hints.items()})
+
+
+def _read_plan(value: object) -> Plan:
+    try:
+        return Plan.from_json(value)
+    except PlanError as error:
+        raise BundleError(f"plan: {error}") from error
+
+
+def _read_union(options: tuple[Any, ...], value: object, where: str) -> Any:
+    """The first option whose JSON type fits; None only where it is an option."""
+    if value is None and NoneType in options:
+        return None
+    rest = [option for option in options if option is not NoneType]
+    fitting = [option for option in rest if _json_type(option) is type(value)]
+    return _read((fitting or rest)[0], value, where)
+
+
+def _json_type(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _read_scalar(hint: Any, value: object, where: str) -> Any:
+    if hint is float:
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+            raise BundleError(f"{where} is {value!r}, not a finite number")
+        return float(value)  # type: ignore[arg-type]
+    names = {int: "an integer", str: "a text", bool: "true or false"}
+    return _of_type(value, hint, names[hint], where)
+
+
+def _obey(rule: Rule, value: Any, where: str) -> Any:
+    if not rule.holds(value):
+        raise BundleError(f"{where} is {value!r}, not {rule.says}")
+    return value
+
+
+def _of_type(value: Any, kind: type, name: str, where: str) -> Any:
+    if type(value) is not kind:
+        raise BundleError(f"{where} is {value!r:.80}, not {name}")
+    return value
+
+
+def _json_object(value: object, where: str) -> dict[str, Any]:
+    data: dict[str, Any] = _of_type(value, dict, "a JSON object", where)
+    return data

@@ -1,0 +1,402 @@
+"""From a target's logits to a token: sampling parameters, penalties, warpers, random numbers.
+
+Where it sits: `target_probs` turns the logits of one node into the distribution p that plain and
+speculative decoding both draw from. There is no second warper anywhere, which is what makes the
+two agree (method.md, section 4). `accept.py` consumes p.
+
+Letters: V target vocabulary, Vd draft vocabulary, C candidates left after a filter.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.runtime.errors import EngineError, RequestError
+
+Float32s = NDArray[np.float32]
+Int64s = NDArray[np.int64]
+Acceptance = Literal["rejection", "coupled"]
+
+_LARGEST = 1e30  # of a penalty, a bias, a temperature: leaves float32 room for sums and products
+_SORT_AT_ONCE = 4096  # values that top-p sorts without looking for a smaller bracket
+_MOST_BISECTIONS = 12  # more do not help: then the values tie
+_BLOCK = 512  # entries of p summed at once by the inverse CDF
+_UNIFORMS_PER_BLOCK = 256  # positions whose uniforms come from one Philox counter block
+_COUPLED_STREAM, _REJECTION_STREAM = 1, 2  # second half of the Philox key
+
+_RANGES = {  # field: lowest and highest value, what else to know
+    "temperature": (0.0, _LARGEST, "0 is greedy"),
+    "top_p": (0.0, 1.0, "above 0; None is off"),
+    "min_p": (0.0, 1.0, "None is off"),
+    "repetition_penalty": (1e-6, 1e6, "it divides logits, so it must be above 0; 1 is off"),
+    "presence_penalty": (-_LARGEST, _LARGEST, "0 is off"),
+    "frequency_penalty": (-_LARGEST, _LARGEST, "0 is off"),
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; the defaults are greedy decoding.
+
+    Raises RequestError on any value that cannot be served, naming field, value and range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None  # None or 0: off
+    top_p: float | None = None  # None or 1: off
+    min_p: float | None = None  # None or 0: off
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    acceptance: Acceptance = "rejection"
+
+    def __post_init__(self) -> None:
+        for name, (low, high, note) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("top_p", "min_p"):
+                # Stored as a python float, so that float32 arithmetic stays float32.
+                object.__setattr__(self, name, _checked_float(name, value, low, high, note))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", _checked_int("top_k", self.top_k, None))
+        object.__setattr__(self, "seed", _checked_int("seed", self.seed, 2**64))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.acceptance not in get_args(Acceptance):
+            raise RequestError(
+                f"acceptance is {self.acceptance!r}; allowed: {', '.join(get_args(Acceptance))}"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the token is the argmax: no random number is ever drawn."""
+        return self.temperature == 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """True when greedy needs the logits on the host, not only the engine's argmax."""
+        return self.penalises or bool(self.logit_bias)
+
+    @property
+    def penalises(self) -> bool:
+        """True when any penalty is active, that is when the text so far changes the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def validate_for_vocab(self, vocab_size: int) -> None:
+        """Refuse logit_bias ids outside [0, V); call once per request (RequestError)."""
+        outside = [token for token in self.logit_bias if token >= vocab_size]
+        if outside:
+            raise RequestError(
+                f"logit_bias names token id {outside[0]}, but the vocabulary has {vocab_size} "
+                f"tokens; allowed: 0 to {vocab_size - 1}"
+            )
+
+    @cached_property
+    def bias_arrays(self) -> tuple[Int64s, Float32s]:
+        """`logit_bias` as ids int64 [n] and values float32 [n]."""
+        ids = np.fromiter(self.logit_bias.keys(), np.int64, len(self.logit_bias))
+        values = np.fromiter(self.logit_bias.values(), np.float32, len(self.logit_bias))
+        return ids, values
+
+
+def _checked_float(name: str, value: Any, low: float, high: float, note: str) -> float:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    # NaN fails the comparison too.
+    if not number or not low <= value <= high or (name == "top_p" and value == 0):
+        allowed = f"a number in [{low:g}, {high:g}] ({note})"
+        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
+    return float(value)
+
+
+def _checked_int(name: str, value: Any, limit: int | None) -> int:
+    number = isinstance(value, Integral) and not isinstance(value, bool)
+    if not number or value < 0 or (limit is not None and value >= limit):
+        below = "" if limit is None else f" and < {limit}"
+        raise RequestError(f"{name} is {value!r}; allowed: an integer >= 0{below}")
+    return int(value)
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias is {bias!r}; allowed: a mapping of token id to number")
+    return {
+        _checked_int("a logit_bias token id", token, None): _checked_float(
+            f"logit_bias of token {token}", value, -_LARGEST, _LARGEST, "added to the logit"
+        )
+        for token, value in bias.items()
+    }
+
+
+class TokenHistory:
+    """The token ids that penalties see: prompt and committed output of ONE request.
+
+    Owns three arrays of size V, allocated once and cleared per request in O(distinct ids), so no
+    state of one request reaches the next.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._seen = np.zeros(vocab_size, np.bool_)
+        self._generated = np.zeros(vocab_size, np.int32)
+        self._ids = np.empty(vocab_size, np.int64)  # distinct ids, in order of first appearance
+        self._num_ids = 0
+
+    def reset(self, prompt_ids: Sequence[int] | Int64s) -> None:
+        """Start a request: forget everything, then see the prompt (RequestError if outside V)."""
+        prompt = np.unique(np.asarray(prompt_ids, np.int64))
+        if prompt.size and (prompt[0] < 0 or prompt[-1] >= self.vocab_size):
+            bad = int(prompt[0] if prompt[0] < 0 else prompt[-1])
+            raise RequestError(
+                f"the prompt holds token id {bad}, but the vocabulary has {self.vocab_size} "
+                f"tokens; allowed: 0 to {self.vocab_size - 1}"
+            )
+        self._seen[self.ids] = False
+        self._generated[self.ids] = 0
+        self._ids[: prompt.size] = prompt
+        self._num_ids = prompt.size
+        self._seen[prompt] = True
+
+    def append(self, ids: Sequence[int] | Int64s) -> None:
+        """See newly committed output tokens."""
+        for token in map(int, ids):
+            assert 0 <= token < self.vocab_size, f"token {token} is outside the vocabulary"
+            if not self._seen[token]:
+                self._seen[token] = True
+                self._ids[self._num_ids] = token
+                self._num_ids += 1
+            self._generated[token] += 1
+
+    @property
+    def ids(self) -> Int64s:
+        """Distinct ids of prompt and output, int64 [n]; a view, overwritten by the next use."""
+        return self._ids[: self._num_ids]
+
+    def generated_counts(self, ids: Int64s) -> NDArray[np.int32]:
+        """How often each of `ids` was generated (the prompt does not count), int32 [n]."""
+        return self._generated[ids]
+
+
+def edit_logits(
+    logits: Float32s, history: TokenHistory, path_ids: Sequence[int], params: SamplingParams
+) -> Float32s:
+    """Apply repetition, presence and frequency penalties, then the bias.
+
+    `logits` float32 [V] is never written; it is returned itself when nothing is active. `history`
+    holds all committed tokens (the root among them), `path_ids` the draft tokens from the root's
+    child down to the node. A token counts the same, to the bit, in either: that keeps plain and
+    speculative decoding equal. Repetition (Hugging Face's rule) sees prompt, output and path, each
+    token once; presence and frequency (OpenAI's rule) see output and path.
+    """
+    if not params.edits_logits:
+        return logits
+    edited = logits.copy()
+    if params.penalises:
+        ids = history.ids
+        edited[ids] = _penalised(logits[ids], history.generated_counts(ids), params)
+        if path_ids:
+            path = Counter(path_ids)
+            ids = np.fromiter(path.keys(), np.int64, len(path))
+            counts = np.fromiter(path.values(), np.int32, len(path))
+            counts += history.generated_counts(ids)
+            edited[ids] = _penalised(logits[ids], counts, params)
+    if params.logit_bias:
+        ids, values = params.bias_arrays
+        edited[ids] += values
+    return edited
+
+
+def _penalised(values: Float32s, counts: NDArray[np.int32], params: SamplingParams) -> Float32s:
+    """Logits [n] of tokens that were seen, `counts` [n] of those times as output."""
+    repetition = params.repetition_penalty
+    if repetition != 1.0:
+        with np.errstate(over="ignore"):
+            values = np.where(values > 0, values / repetition, values * repetition)
+    if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        times = counts.astype(np.float32)
+        values = values - (
+            params.presence_penalty * (times > 0).astype(np.float32)
+            + params.frequency_penalty * times
+        )
+    return values
+
+
+def target_probs(
+    logits: Float32s, history: TokenHistory, path_ids: Sequence[int], params: SamplingParams
+) -> Float32s:
+    """Turn one node's logits float32 [V] into its distribution p float32 [V], sum 1.
+
+    Order: `edit_logits`, temperature, top-k, top-p, min-p, softmax; each filter works on what the
+    filter before it left, renormalised. Tokens that tie at a boundary are all kept, so p never
+    depends on how something was sorted. Greedy gives all mass to the (lowest) argmax. Raises
+    EngineError on NaN, on +inf, and when no logit is finite.
+    """
+    edited = edit_logits(logits, history, path_ids, params)
+    peak = _finite_peak(edited)
+    if params.greedy:
+        p = np.zeros_like(edited)
+        p[edited.argmax()] = 1.0
+        return p
+    if params.top_k and params.top_k < edited.size:
+        kth = np.partition(edited, edited.size - params.top_k)[edited.size - params.top_k]
+        kept = np.flatnonzero(edited >= kth)
+        p = np.zeros_like(edited)
+        p[kept] = _warped(edited[kept], peak, params)
+        return p
+    return _warped(edited, peak, params)
+
+
+def _finite_peak(logits: Float32s) -> np.float32:
+    """The largest logit; one pass sees NaN and +inf too, since max propagates both."""
+    with np.errstate(invalid="ignore"):
+        peak: np.float32 = logits.max()
+    if np.isfinite(peak):
+        return peak
+    num_nan, num_inf = int(np.isnan(logits).sum()), int(np.isposinf(logits).sum())
+    what = "NaN" if num_nan else "+inf" if num_inf else "-inf everywhere"
+    raise EngineError(
+        f"target logits are {what} ({num_nan} NaN and {num_inf} +inf of {logits.size}); no token "
+        "can be chosen. The target engine computed wrong numbers: check its precision, or export "
+        "it again"
+    )
+
+
+def _warped(logits: Float32s, peak: np.float32, params: SamplingParams) -> Float32s:
+    """Temperature, top-p, min-p and softmax over [C] logits of which `peak` is the largest."""
+    p = _softmax(logits, peak, params.temperature)
+    if params.top_p is not None and params.top_p < 1.0:
+        p *= p >= _nucleus_threshold(p, params.top_p)
+        p /= p.sum()
+    if params.min_p:
+        p *= p >= params.min_p * p.max()
+        p /= p.sum()
+    return p
+
+
+def _softmax(logits: Float32s, peak: np.float32, temperature: float) -> Float32s:
+    """Float32 softmax of [C] logits; subtracting the peak first keeps any temperature finite."""
+    p: Float32s = logits - peak
+    if temperature != 1.0:
+        # Below float32's smallest normal number the result is the same: all mass on the peak.
+        with np.errstate(over="ignore"):
+            p /= max(temperature, float(np.finfo(np.float32).tiny))
+    np.exp(p, out=p)
+    p /= p.sum()
+    return p
+
+
+def _nucleus_threshold(p: Float32s, top_p: float) -> np.float32:
+    """The smallest probability inside the smallest set of [C] whose mass reaches top_p.
+
+    Sorting a whole vocabulary costs milliseconds, so the boundary is bracketed first (bisection of
+    log p, by mass) and only what is left in the bracket is sorted.
+    """
+    missing = top_p * float(p.sum(dtype=np.float64))
+    # What this drops holds at most half of 1 - top_p together, so the boundary is above it.
+    rest = p[p >= 0.5 * (1.0 - top_p) / p.size]
+    low, high = np.float32(rest.min()), np.nextafter(np.float32(rest.max()), np.float32(np.inf))
+    num_from_low, num_from_high, mass_from_high = rest.size, 0, 0.0
+    for _ in range(_MOST_BISECTIONS):
+        pivot = np.float32(np.sqrt(float(low) * float(high)))
+        if num_from_low - num_from_high <= _SORT_AT_ONCE or not low < pivot < high:
+            break
+        above = rest >= pivot
+        mass = float((rest * above).sum(dtype=np.float64))
+        if mass >= missing:
+            low, num_from_low = pivot, int(np.count_nonzero(above))
+        else:
+            high, num_from_high, mass_from_high = pivot, int(np.count_nonzero(above)), mass
+    inside = np.sort(rest[(rest >= low) & (rest < high)])[::-1]
+    reached = np.searchsorted(mass_from_high + np.cumsum(inside, dtype=np.float64), missing)
+    boundary: np.float32 = inside[min(int(reached), inside.size - 1)]
+    return boundary
+
+
+def sample_inverse_cdf(p: NDArray[np.floating], u: float) -> int:
+    """The token where the cumulative sum of p [V] passes u in [0, 1), as a python int.
+
+    Sums are float64; p need not be normalised. Never a token of probability 0, also for u next to
+    1. A large V is summed in blocks first: one cumulative sum over all of it is ten times slower.
+    """
+    if p.size <= _BLOCK:
+        cumulative = np.cumsum(p, dtype=np.float64)
+        return _first_above(cumulative, u * cumulative[-1])
+    edges = np.cumsum(_block_sums(p))
+    target = u * edges[-1]
+    block = _first_above(edges, target)
+    if block:
+        target -= edges[block - 1]
+    start = block * _BLOCK
+    return start + _first_above(np.cumsum(p[start : start + _BLOCK], dtype=np.float64), target)
+
+
+def _block_sums(p: NDArray[np.floating]) -> NDArray[np.float64]:
+    whole = p.size - p.size % _BLOCK
+    sums: NDArray[np.float64] = p[:whole].reshape(-1, _BLOCK).sum(axis=1, dtype=np.float64)
+    return sums if whole == p.size else np.append(sums, p[whole:].sum(dtype=np.float64))
+
+
+def _first_above(cumulative: NDArray[np.float64], target: float) -> int:
+    """First index whose sum exceeds target; where rounding left none, the last that added mass."""
+    assert cumulative[-1] > 0.0, "p holds no mass"
+    index = int(cumulative.searchsorted(target, side="right"))
+    if index < cumulative.size:
+        return index
+    return int(cumulative.searchsorted(cumulative[-1]))
+
+
+class CoupledUniforms:
+    """u_t of the `coupled` rule: one number per (seed, position), whatever was asked before.
+
+    Philox4x64 with key (seed, 1); positions 256 b to 256 b + 255 are the first 256 words at
+    counter word 1 = b, and u = (word >> 11) * 2**-53. So the text depends on the seed alone, not
+    on the drafter nor on how many tokens a round accepted.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._key = np.array([seed, _COUPLED_STREAM], np.uint64)
+        self._block = -1  # the block held below: positions of a round are neighbours
+        self._uniforms: list[float] = []
+
+    def uniform(self, position: int) -> float:
+        """The number in [0, 1) for the token at this sequence position (>= 0)."""
+        block, offset = divmod(position, _UNIFORMS_PER_BLOCK)
+        if block != self._block:
+            counter = np.array([0, block, 0, 0], np.uint64)
+            words = np.random.Philox(key=self._key, counter=counter).random_raw(_UNIFORMS_PER_BLOCK)
+            self._uniforms = ((words >> np.uint64(11)) * 2.0**-53).tolist()
+            self._block = block
+        return self._uniforms[offset]
+
+
+def rejection_rng(seed: int) -> np.random.Generator:
+    """The generator of the `rejection` rule: Philox with key (seed, 2), its own stream."""
+    key = np.array([seed, _REJECTION_STREAM], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def log_softmax(logits: Float32s) -> Float32s:
+    """Float32 log-probabilities over the last axis of [..., V]; a row with NaN or +inf is NaN."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shifted: Float32s = logits - logits.max(axis=-1, keepdims=True)
+        shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return shifted
+
+
+def draft_probs(logits: Float32s, temperature: float) -> Float32s | None:
+    """The q float32 [Vd] that sampled draft tokens are drawn from; temperature above 0.
+
+    None when any logit is NaN or infinite: the tree ends there, the request goes on.
+    """
+    if not np.isfinite(logits).all():
+        return None
+    return _softmax(logits, logits.max(), temperature)

@@ -1,0 +1,161 @@
+"""An ONNX Runtime session over buffers that are allocated once.
+
+Who owns what: a `Buffer` owns its memory for the life of the engine; a call sees views of its
+front. Past and present of a cache are the same OrtValue, so an engine writes it in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from eagle3.runtime.errors import BundleError, EngineError, EngineMissing
+
+Values = tuple[Mapping[str, Any], Mapping[str, Any]]  # OrtValues by name: inputs, outputs
+
+_ALIGNMENT = 64  # bytes; what ONNX Runtime's kernels like
+
+
+def import_onnxruntime() -> Any:
+    """The module `onnxruntime`, or EngineMissing that says which extra to install."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise EngineMissing(
+            "no engine package is installed: pip install 'eagle3[cpu]' (or 'eagle3[gpu]' on an "
+            f"NVIDIA machine) ({error})"
+        ) from error
+    return onnxruntime
+
+
+def aligned_zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros whose first byte is aligned; pages are touched only when written."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+class Buffer:
+    """Memory for one input or output, seen through views of different shapes of its front."""
+
+    def __init__(self, capacity: int, dtype: DTypeLike) -> None:
+        self._flat = aligned_zeros((capacity,), dtype)
+        self._values: dict[tuple[int, ...], tuple[NDArray[Any], Any]] = {}
+
+    def view(self, *shape: int) -> NDArray[Any]:
+        """The front of the buffer as an array of `shape`; the next call may overwrite it."""
+        return self._entry(shape)[0]
+
+    def value(self, *shape: int) -> Any:
+        """The same memory as an OrtValue."""
+        return self._entry(shape)[1]
+
+    def _entry(self, shape: tuple[int, ...]) -> tuple[NDArray[Any], Any]:
+        entry = self._values.get(shape)
+        if entry is None:
+            array = self._flat[: int(np.prod(shape))].reshape(shape)
+            entry = self._values[shape] = (array, ort_value(array))
+        return entry
+
+
+def ort_value(array: NDArray[Any]) -> Any:
+    """An OrtValue that shares the array's memory."""
+    return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, "cpu")
+
+
+class KvCache:
+    """Keys and values of every layer in one block [2, L, B, Hkv, S, D]; B is 1.
+
+    Slots 0 .. past-1 hold committed tokens; what stands behind them may be overwritten.
+    """
+
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike
+    ) -> None:
+        self.block = aligned_zeros((2, num_layers, 1, num_kv_heads, capacity, head_dim), dtype)
+        self.capacity = capacity
+        self._values = {
+            f"{kind}.{layer}": ort_value(self.block[index, layer])
+            for index, kind in enumerate("kv")
+            for layer in range(num_layers)
+        }
+
+    def bindings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(inputs past_*, outputs present_*): the same memory under both names."""
+        past = {f"past_{name}": value for name, value in self._values.items()}
+        present = {f"present_{name}": value for name, value in self._values.items()}
+        return past, present
+
+    def keep(self, past: int, nodes: Sequence[int]) -> None:
+        """Moves slots past + nodes to past, past + 1, ...: the accepted path becomes contiguous.
+
+        nodes ascending; a node is never moved to the right, and a prefix already in place stays.
+        """
+        first = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
+        if first == len(nodes):
+            return
+        moved = np.asarray(nodes[first:]) + past
+        self.block[..., past + first : past + len(nodes), :] = self.block[..., moved, :]
+
+
+@dataclass
+class Clock:
+    """Time spent inside engines, by all sessions that share it."""
+
+    engine_ns: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+class Session:
+    """One compiled graph. Calls of equal shapes reuse one binding."""
+
+    def __init__(self, path: Path, name: str, threads: int, clock: Clock) -> None:
+        ort = import_onnxruntime()
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 4  # failures come back as exceptions
+        # Two sessions take turns: a pool that spins after its run would take the other's core.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        try:
+            self._session = ort.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:
+            raise BundleError(f"engine '{name}' ({path}) cannot be loaded: {error}") from error
+        self.name = name
+        self.output_names = frozenset(each.name for each in self._session.get_outputs())
+        self._clock = clock
+        self._bindings: dict[Hashable, Any] = {}
+
+    def run(self, key: Hashable, values: Callable[[], Values]) -> None:
+        """Runs once over OrtValues, by name: `values()` gives (inputs, outputs).
+
+        `key` names the shapes of the call: it is bound once, and with a key seen before the same
+        memory is read and written again. Raises EngineError when ONNX Runtime fails.
+        """
+        binding = self._bindings.get(key)
+        if binding is None:
+            binding = self._bindings[key] = self._bind(*values())
+        start = time.perf_counter_ns()
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            raise EngineError(f"engine '{self.name}' failed: {error}") from error
+        self._clock.engine_ns += time.perf_counter_ns() - start
+        self._clock.calls[self.name] = self._clock.calls.get(self.name, 0) + 1
+
+    def _bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
+        binding = self._session.io_binding()
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        for name, value in outputs.items():
+            binding.bind_ortvalue_output(name, value)
+        return binding

@@ -1,0 +1,243 @@
+"""Token trees: the frozen `Tree` that a round verifies, and the EAGLE-2 builder that grows one.
+
+Where it sits: a drafter returns a `Tree` (method.md, sections 1 and 3), the target verifies its
+nodes in one call, and `accept.py` walks it. No engine is known here.
+
+Letters: M nodes (root included), K top-k, F frontier nodes (F <= K), D depth, R draft rows so far.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bools = NDArray[np.bool_]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Draft tokens under a root; parents stand before their children.
+
+    tokens: int64 [M], target vocabulary; tokens[0] is the root, the last committed token.
+    parents: int32 [M], node index of the parent; parents[0] is -1.
+    q: for a node whose children were *sampled*, the float32 [V] distribution they were drawn from
+    without replacement, in node order. A node without one has deterministic candidates.
+    """
+
+    tokens: Int64s
+    parents: Int32s
+    q: Mapping[int, Float32s] | None = None
+
+    @classmethod
+    def root_only(cls, token: int) -> "Tree":
+        """No draft token at all: verifying it is one step of plain decoding."""
+        return cls(np.array([token], np.int64), np.array([-1], np.int32))
+
+    @classmethod
+    def chain(
+        cls, root_token: int, draft_tokens: Sequence[int], q: Mapping[int, Float32s] | None = None
+    ) -> "Tree":
+        """K = 1: node i is the i-th draft token and the only child of node i - 1."""
+        tokens = np.array([root_token, *draft_tokens], np.int64)
+        return cls(tokens, np.arange(-1, tokens.size - 1, dtype=np.int32), q)
+
+    @property
+    def num_nodes(self) -> int:
+        """M, the root included."""
+        return self.tokens.size
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """M - 1."""
+        return self.tokens.size - 1
+
+    @cached_property
+    def depths(self) -> Int32s:
+        """int32 [M]; the root is 0. Position of a node = position of the root + its depth."""
+        parents = self.parents.tolist()
+        depths = [0] * len(parents)
+        for node in range(1, len(parents)):
+            depths[node] = depths[parents[node]] + 1
+        return np.array(depths, np.int32)
+
+    @cached_property
+    def _children(self) -> list[tuple[int, ...]]:
+        lists: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for node, parent in enumerate(self.parents.tolist()[1:], start=1):
+            lists[parent].append(node)
+        return [tuple(nodes) for nodes in lists]
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """`tokens` as python ints, for code that walks the tree."""
+        tokens: list[int] = self.tokens.tolist()
+        return tokens
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Children of a node in the order drawn, or best first."""
+        return self._children[node]
+
+    def child_with_token(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, if there is one."""
+        tokens = self.token_list
+        return next((child for child in self._children[node] if tokens[child] == token), None)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root's child down to `node`, both included; () for the root."""
+        nodes = []
+        while node > 0:
+            nodes.append(node)
+            node = int(self.parents[node])
+        return tuple(reversed(nodes))
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Token ids of `path(node)`: what penalties see besides the committed text."""
+        return [self.token_list[step] for step in self.path(node)]
+
+    def ancestor_mask(self) -> Bools:
+        """bool [M, M]: mask[i, j] is True where j is i or an ancestor of i. A new array."""
+        rows = np.arange(self.num_nodes)
+        mask = np.zeros((self.num_nodes, self.num_nodes), np.bool_)
+        parents = np.maximum(self.parents, 0)  # the root is its own parent: climbing stops there
+        ancestors = rows
+        for _ in range(int(self.depths.max()) + 1):
+            mask[rows, ancestors] = True
+            ancestors = parents[ancestors]
+        return mask
+
+    def validate(self) -> None:
+        """Assert the invariants above; for tests, since a broken one is our own bug."""
+        assert self.tokens.dtype == np.int64 and self.parents.dtype == np.int32
+        assert self.tokens.shape == self.parents.shape == (self.num_nodes,)
+        assert self.num_nodes >= 1 and self.parents[0] == -1
+        for node in range(1, self.num_nodes):
+            assert 0 <= self.parents[node] < node, f"node {node} stands before its parent"
+        for node in range(self.num_nodes):
+            tokens = [self.token_list[child] for child in self.children(node)]
+            assert len(set(tokens)) == len(tokens), f"node {node} has duplicate children {tokens}"
+        assert all(0 <= node < self.num_nodes for node in self.q or ())
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """The nodes that the draft must run next, best first, and how they hang together.
+
+    Each step's F rows follow the rows of the steps before it; R counts all of them, this step
+    included. Row numbers start at 0 with the first frontier (the committed rows are not counted).
+    """
+
+    depth: int  # of these nodes; 1 = children of the root
+    tokens: Int64s  # [F]
+    parent_slots: Int64s  # [F] slot of the parent in the frontier before; all 0 (the root) at first
+    row_mask: Bools  # [F, R] True where a draft row is the node itself or one of its ancestors
+    candidates: Int64s  # [F] index among all candidates
+    values: Float32s  # [F] log of the product of q along the path
+
+
+class DynamicTree:
+    """EAGLE-2's tree, one depth at a time: expand, then rerank (EAGLE-2, section 4).
+
+    `add_root_candidates` gives depth 1; then, while `frontier` is not None, run the draft on it
+    and `add` what it proposes (D - 1 times at most); `finish` at any time. Rows of ids and
+    log-probabilities are sorted best first; more than K columns are cut. A candidate with a
+    non-finite log-probability, or with a sibling's token, is dropped. Its candidates are
+    deterministic: sampled ones must not be reranked, that choice would bias them.
+    """
+
+    def __init__(self, root_token: int, top_k: int, depth: int, num_draft_tokens: int) -> None:
+        assert top_k >= 1 and depth >= 1 and num_draft_tokens >= 0
+        self._top_k, self._max_depth, self._budget = top_k, depth, num_draft_tokens
+        capacity = 1 + top_k + (depth - 1) * top_k * top_k
+        self._tokens = np.empty(capacity, np.int64)
+        self._parents = np.empty(capacity, np.int32)
+        self._values = np.empty(capacity, np.float32)
+        self._size = 1  # candidate 0 is the root: value log 1, so it is always kept, as node 0
+        self._tokens[0], self._parents[0], self._values[0] = root_token, -1, 0.0
+        root = np.zeros(1, np.int64)
+        no_rows = np.zeros((1, 0), np.bool_)
+        self._frontier = Frontier(0, self._tokens[:1], root, no_rows, root, self._values[:1])
+
+    @property
+    def frontier(self) -> Frontier | None:
+        """What to run next; None once depth D is reached or nothing is left to expand."""
+        frontier = self._frontier
+        if frontier.depth == self._max_depth or frontier.tokens.size == 0:
+            return None
+        return frontier
+
+    def add_root_candidates(self, top_ids: Int64s, top_log_probs: Float32s) -> None:
+        """Depth 1: the root's candidates, ids [K] (target vocabulary) and log q float32 [K]."""
+        assert self._frontier.depth == 0, "the root has its candidates already"
+        self._expand(top_ids[None], top_log_probs[None])
+
+    def add(self, top_ids: Int64s, top_log_probs: Float32s) -> None:
+        """One more depth: row f of ids and log q, both [F, K], belongs to frontier node f."""
+        assert self.frontier is not None and self._frontier.depth > 0, "no frontier to expand"
+        self._expand(top_ids, top_log_probs)
+
+    def _expand(self, top_ids: Int64s, top_log_probs: Float32s) -> None:
+        """Record all new candidates; the K of highest value become the next frontier."""
+        before = self._frontier
+        assert top_ids.shape == top_log_probs.shape and len(top_ids) == before.tokens.size
+        top_ids, top_log_probs = top_ids[:, : self._top_k], top_log_probs[:, : self._top_k]
+        above = before.values[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = above + top_log_probs.astype(np.float32, copy=False)
+        usable = _usable(top_ids, sums)
+        slots, _ = np.nonzero(usable)
+        # log q <= 0, up to rounding: a child may never rank above its parent.
+        values = np.minimum(sums, above)[usable]
+        first, self._size = self._size, self._size + slots.size
+        new = slice(first, self._size)
+        self._tokens[new] = top_ids[usable]
+        self._parents[new] = before.candidates[slots]
+        self._values[new] = values
+        best = np.argsort(-values, kind="stable")[: self._top_k]
+        self._frontier = Frontier(
+            depth=before.depth + 1,
+            tokens=self._tokens[new][best],
+            parent_slots=slots[best],
+            row_mask=_extended(before.row_mask, slots[best]),
+            candidates=best + first,
+            values=values[best],
+        )
+
+    def finish(self) -> Tree:
+        """Keep the `num_draft_tokens` candidates of highest value, as a Tree in that order.
+
+        Ties go to the shallower candidate, then to the lower index. A child's value is at most
+        its parent's, so a parent is kept before its children, and every prefix is a tree too.
+        """
+        order = np.argsort(-self._values[: self._size], kind="stable")[: self._budget + 1]
+        node_of = np.full(self._size + 1, -1, np.int32)  # the last entry serves the root's -1
+        node_of[order] = np.arange(order.size)
+        return Tree(self._tokens[order], node_of[self._parents[order]])
+
+
+def _usable(ids: Int64s, sums: Float32s) -> Bools:
+    """bool [F, K]: finite, and the first of its token among the usable ones of its row."""
+    usable: Bools = np.isfinite(sums)
+    in_order = np.sort(ids, axis=1)
+    if (in_order[:, 1:] == in_order[:, :-1]).any():
+        for row, flags in zip(ids.tolist(), usable, strict=True):
+            seen: set[int] = set()
+            for column, token in enumerate(row):
+                flags[column] &= token not in seen
+                if flags[column]:
+                    seen.add(token)
+    return usable
+
+
+def _extended(row_mask: Bools, parent_slots: Int64s) -> Bools:
+    """[F', R + F'] mask of a new step: the parents' rows of [F, R], then each node itself."""
+    num_new, num_rows = parent_slots.size, row_mask.shape[1]
+    extended = np.zeros((num_new, num_rows + num_new), np.bool_)
+    extended[:, :num_rows] = row_mask[parent_slots]
+    new = np.arange(num_new)
+    extended[new, num_rows + new] = True
+    return extended

@@ -1,0 +1,110 @@
+"""Plans: defaults, ranges, strict JSON and per-request trees."""
+
+import json
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from eagle3.plans.plan import MAX_DRAFT_TOKENS, Plan, TreePlan
+from eagle3.runtime.errors import PlanError
+
+
+def test_defaults_are_a_valid_plan() -> None:
+    plan = Plan()
+    assert (plan.max_seq_len, plan.prefill_chunk, plan.max_draft_tokens) == (2048, 128, 64)
+    assert plan.tree == TreePlan(draft_top_k=1, draft_depth=3, num_draft_tokens=3)
+    assert (plan.dtype, plan.draft_weights) == ("float32", "float32")
+    assert (plan.lowering, plan.backend) == ("ort", "ort-cpu")
+
+
+def test_a_plan_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Plan().max_seq_len = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_seq_len": 1}, r"max_seq_len is 1, allowed are 2 to"),
+        ({"max_seq_len": 2048.0}, r"max_seq_len is 2048.0: give an integer"),
+        ({"max_seq_len": True}, r"max_seq_len is True: give an integer"),
+        ({"prefill_chunk": 0}, r"prefill_chunk is 0, allowed are 1 to max_seq_len = 2048"),
+        ({"max_seq_len": 100}, r"prefill_chunk is 128, allowed are 1 to max_seq_len = 100; raise"),
+        (
+            {"max_seq_len": 64, "prefill_chunk": 8},
+            r"max_draft_tokens is 64, .* max_seq_len - 1 = 63; raise max_seq_len",
+        ),
+        ({"max_draft_tokens": 2}, r"num_draft_tokens is 3, .* max_draft_tokens is 2"),
+        ({"max_draft_tokens": MAX_DRAFT_TOKENS + 1}, r"max_draft_tokens is 1025, .* 1 to 1024"),
+        ({"dtype": "float64"}, r"dtype is 'float64': choose one of float32, float16, bfloat16"),
+        ({"draft_weights": 8}, r"draft_weights is 8: choose one of"),
+        ({"lowering": "trt"}, r"lowering is 'trt': choose one of ort, portable"),
+        ({"backend": "tpu"}, r"backend is 'tpu': choose one of ort-cpu"),
+        ({"dtype": "bfloat16"}, r"dtype is bfloat16, which backend ort-cpu cannot run"),
+        ({"tree": (1, 2, 3)}, r"tree is \(1, 2, 3\): give a TreePlan"),
+    ],
+)
+def test_a_contradiction_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(**values)
+
+
+@pytest.mark.parametrize("field", ["draft_top_k", "draft_depth", "num_draft_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 10**9, "3", None, True, 1.5])
+def test_a_tree_names_the_wrong_field(field: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=f"tree.{field} is .*1 to"):
+        TreePlan(**{field: value})
+
+
+def test_the_cache_may_be_exactly_as_large_as_one_verification() -> None:
+    plan = Plan(max_seq_len=65, prefill_chunk=65, max_draft_tokens=64)
+    assert plan.max_draft_tokens + 1 == plan.max_seq_len
+
+
+@pytest.mark.parametrize(("top_k", "depth", "expected"), [(1, 3, 3), (10, 1, 10), (4, 3, 36)])
+def test_candidates_of_a_dynamic_tree(top_k: int, depth: int, expected: int) -> None:
+    assert TreePlan(top_k, depth, 1).num_candidates == expected
+
+
+def test_override_replaces_only_what_is_named() -> None:
+    plan = Plan(tree=TreePlan(4, 3, 8))
+    assert plan.override() == plan.tree
+    assert plan.override(draft_depth=5) == TreePlan(4, 5, 8)
+    assert plan.override(1, 2, 64) == TreePlan(1, 2, 64)  # more than the 2 candidates there are
+    assert plan.tree == TreePlan(4, 3, 8)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, -5])
+def test_override_refuses_an_empty_tree(num_draft_tokens: int) -> None:
+    with pytest.raises(PlanError, match=f"num_draft_tokens is {num_draft_tokens}, allowed are 1"):
+        Plan().override(num_draft_tokens=num_draft_tokens)
+
+
+def test_a_tree_above_the_plan_is_refused_with_both_numbers() -> None:
+    plan = Plan(max_draft_tokens=16)
+    with pytest.raises(PlanError, match=r"num_draft_tokens is 17, .*max_draft_tokens is 16"):
+        plan.override(num_draft_tokens=17)
+    with pytest.raises(PlanError, match=r"num_draft_tokens is 20, .*max_draft_tokens is 16"):
+        plan.with_tree(TreePlan(4, 4, 20))
+    assert plan.with_tree(TreePlan(4, 4, 16)) == Plan(max_draft_tokens=16, tree=TreePlan(4, 4, 16))
+
+
+def test_json_round_trip() -> None:
+    plan = Plan(max_seq_len=512, tree=TreePlan(4, 4, 10), dtype="float16", lowering="portable")
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_json_is_strict() -> None:
+    good = Plan().to_json()
+    with pytest.raises(PlanError, match=r"plan has unknown fields \['max_len'\]"):
+        Plan.from_json({**good, "max_len": 3})
+    with pytest.raises(PlanError, match=r"tree has unknown fields \['top_k'\]"):
+        Plan.from_json({**good, "tree": {**good["tree"], "top_k": 3}})
+    with pytest.raises(PlanError, match=r"tree is list, not a JSON object"):
+        Plan.from_json({**good, "tree": [1, 2, 3]})
+    with pytest.raises(PlanError, match=r"plan is NoneType, not a JSON object"):
+        Plan.from_json(None)
+    for name in good:
+        with pytest.raises(PlanError, match=rf"plan lacks the fields \['{name}'\]"):
+            Plan.from_json({key: value for key, value in good.items() if key != name})
