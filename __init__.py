@@ -1,7 +1,7 @@
 """eagle3: compile an LLM and its EAGLE-3 draft into engines, and decode losslessly.
 
-    engine = eagle3.load("bundle/")
-    result = engine.generate("Hello", max_new_tokens=64)
+engine = eagle3.load("bundle/")
+result = engine.generate("Hello", max_new_tokens=64)
 """
 
 from typing import TYPE_CHECKING, Any

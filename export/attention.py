@@ -190,9 +190,7 @@ def _group_query_attention(
     return by_head, present_k, present_v
 
 
-def _scatter_attention(
-    nodes: _Nodes, placeholder: ir.Node
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _scatter_attention(nodes: _Nodes, placeholder: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
     """`TensorScatter` and `Attention` of opset 24: standard ONNX, reads all of the cache."""
     q, k, v, past_k, past_v, past_len, _, bias = placeholder.inputs
     present_k = nodes.add("TensorScatter", past_k, k, past_len, axis=2, mode="linear")
@@ -215,7 +213,11 @@ def lower_attention(model: ir.Model, lowering: Lowering) -> int:
         layer = placeholder.attributes["layer"].as_int()
         for kind, past, present in zip("kv", placeholder.inputs[3:5], written, strict=True):
             assert past is not None
-            present.name, present.shape, present.type = f"present_{kind}.{layer}", past.shape, past.type
+            present.name, present.shape, present.type = (
+                f"present_{kind}.{layer}",
+                past.shape,
+                past.type,
+            )
             presents[present.name] = present
         old = placeholder.outputs[0]
         out.shape, out.type = old.shape, old.type
@@ -223,7 +225,9 @@ def lower_attention(model: ir.Model, lowering: Lowering) -> int:
             model.graph, placeholder, [placeholder], nodes.nodes, [old], [out]
         )
     num_layers = len(presents) // 2
-    model.graph.outputs.extend(presents[f"present_{x}.{i}"] for x in "kv" for i in range(num_layers))
+    model.graph.outputs.extend(
+        presents[f"present_{x}.{i}"] for x in "kv" for i in range(num_layers)
+    )
     model.opset_imports.pop(PLACEHOLDER[0], None)
     if lowering.write is _group_query_attention:
         model.opset_imports["com.microsoft"] = 1

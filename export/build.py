@@ -68,7 +68,9 @@ class _Parts:
     engines: dict[str, EngineInfo] = field(default_factory=dict)
 
 
-def export_bundle(request: ExportRequest, report: Report = lambda _: None) -> tuple[Bundle, SelfCheck]:
+def export_bundle(
+    request: ExportRequest, report: Report = lambda _: None
+) -> tuple[Bundle, SelfCheck]:
     """Exports, checks, and moves the finished bundle to request.output.
 
     Raises ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves no trace.

@@ -104,7 +104,9 @@ def _folder(source: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        return Path(
+            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"])
+        )
     except Exception as error:
         raise CheckpointError(
             f"draft {source}: it is no local folder, and as a hub id it could not be fetched: "
@@ -156,7 +158,11 @@ def _refuse_dialect(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> No
     if any(name.startswith("midlayer.") for name in weights):
         return
     fc = weights.get("fc.weight")
-    if fc is not None and "layers.0.self_attn.q_proj.weight" in weights and "norm.weight" not in weights:
+    if (
+        fc is not None
+        and "layers.0.self_attn.q_proj.weight" in weights
+        and "norm.weight" not in weights
+    ):
         raise CheckpointError(
             f"this is an EAGLE-1/2 head (fc.weight {list(fc.shape)}, no midlayer, no norm); "
             "only EAGLE-3 heads in the official layout are supported"
@@ -209,7 +215,9 @@ def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"the head's config needs {key} as a positive integer, found {value!r}")
+        raise CheckpointError(
+            f"the head's config needs {key} as a positive integer, found {value!r}"
+        )
     return value
 
 

@@ -151,9 +151,13 @@ def save(
     ]
     data = path.name + ".data"
     tensors = [value.const_value for value in own]
-    external = ir.external_data.convert_tensors_to_external(
-        [t for t in tensors if t is not None], base_dir=path.parent, relative_path=data
-    ) if own else []
+    external = (
+        ir.external_data.convert_tensors_to_external(
+            [t for t in tensors if t is not None], base_dir=path.parent, relative_path=data
+        )
+        if own
+        else []
+    )
     written: dict[str, ir.ExternalTensor] = {}
     for value, tensor in zip(own, external, strict=True):
         value.const_value = tensor

@@ -75,7 +75,9 @@ def _locate(source: str) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir() and not (path / "config.json").is_file():
         raise ExportError(f"target {source}: the folder has no config.json; is it a model folder?")
-    if not path.exists() and (path.is_absolute() or source.startswith(".") or source.count("/") > 1):
+    if not path.exists() and (
+        path.is_absolute() or source.startswith(".") or source.count("/") > 1
+    ):
         raise ExportError(f"target {source}: no such folder or file")
     return {"pretrained_model_name_or_path": source}
 
@@ -113,9 +115,7 @@ def trace_target(
     graph = TargetGraph(target.model, lowering, aux_layer_ids)
     outputs = ["logits", "next_token"] + (["features"] if aux_layer_ids else [])
     with graph.attached():
-        return trace(
-            graph, target_inputs(target, capacity), outputs, lowering, target.architecture
-        )
+        return trace(graph, target_inputs(target, capacity), outputs, lowering, target.architecture)
 
 
 def target_inputs(target: Target, capacity: int) -> dict[str, tuple[Any, str]]:

@@ -66,7 +66,9 @@ class _Trace:
     logit_rows: Tensor | None = None
     seen: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # kv heads, dim k, dim v
 
-    def mask(self, *_: Any, mask_function: Any, dtype: torch.dtype = torch.float32, **__: Any) -> Any:
+    def mask(
+        self, *_: Any, mask_function: Any, dtype: torch.dtype = torch.float32, **__: Any
+    ) -> Any:
         assert self.window is not None
         return self.window.bias(mask_function, dtype)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 
@@ -75,12 +73,17 @@ def _matmul_to_gemm(matmul: ir.Node, weight: ir.Value) -> None:
     _replace(matmul, nodes, out.outputs[0])
 
 
-def quantize_int8(model: ir.Model, keep: Callable[[str], bool] = lambda _: False) -> int:
+def int8_block(depth: int) -> int | None:
+    """Rows that share a scale in a weight of `depth` rows; None where no block divides it."""
+    return next((block for block in _BLOCKS if depth % block == 0), None)
+
+
+def quantize_int8(model: ir.Model) -> int:
     """Stores the weights of MatMuls as int8 with one scale per block of rows and column.
 
     weight [K,N] float -> int8 [K,N] and scales [K/block,N]; DequantizeLinear in front of the
-    MatMul, which ONNX Runtime fuses into one kernel. Symmetric, no zero points. `keep` names the
-    initializers to leave as they are. Returns how many were stored.
+    MatMul, which ONNX Runtime fuses into one kernel. Symmetric, no zero points. Returns how many
+    weights were stored so.
     """
     count = 0
     for matmul in [n for n in model.graph if n.op_type == "MatMul"]:
@@ -88,8 +91,10 @@ def quantize_int8(model: ir.Model, keep: Callable[[str], bool] = lambda _: False
         if weight is None or not weight.is_initializer() or weight.const_value is None:
             continue
         assert weight.name is not None
-        block = next((b for b in _BLOCKS if weight.const_value.shape[0] % b == 0), None)
-        if keep(weight.name) or len(weight.const_value.shape) != 2 or block is None:
+        if len(weight.const_value.shape) != 2:
+            continue
+        block = int8_block(int(weight.const_value.shape[0]))
+        if block is None:
             continue
         _dequantize_in_front(model, matmul, weight, block)
         count += 1
@@ -102,7 +107,9 @@ def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, blo
     quantized, scales = block_int8(tensor.numpy().astype(np.float32), block)
     stored = []
     for suffix, array in (("int8", quantized), ("scale", scales)):
-        value = ir.Value(name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}"))
+        value = ir.Value(
+            name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}")
+        )
         value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
         model.graph.register_initializer(value)
         stored.append(value)

@@ -286,14 +286,18 @@ class _Turn:
         self._engine._lock.release()
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, device: str = "cpu") -> Engine:
+def load(
+    path: str | os.PathLike[str], *, threads: int | None = None, device: str = "cpu"
+) -> Engine:
     """Opens the bundle folder at `path` and loads its engines.
 
     threads: of each engine, by default the cores this process may use. device: "cpu".
     Raises BundleError, EngineMissing, RequestError.
     """
     if device not in DEVICES:
-        raise RequestError(f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}")
+        raise RequestError(
+            f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}"
+        )
     count = len(os.sched_getaffinity(0)) if threads is None else threads
     return Engine(Bundle.open(path), _checked_count("threads", count))
 

@@ -47,9 +47,7 @@ class AcceptanceRule:
         self._params, self._history, self._num_logprobs = params, history, num_logprobs
         self._uniforms = CoupledUniforms(params.seed)
         self.rng = rejection_rng(params.seed)
-        self.want_logits = (
-            not params.greedy or params.edits_logits or num_logprobs is not None
-        )
+        self.want_logits = not params.greedy or params.edits_logits or num_logprobs is not None
 
     @property
     def draft_temperature(self) -> float | None:

@@ -30,9 +30,7 @@ class TokenSequence:
     `limit`: how many tokens it may get, by max_new_tokens and by the context together.
     """
 
-    def __init__(
-        self, limit: int, eos_token_ids: Collection[int], text_stream: TextStream
-    ) -> None:
+    def __init__(self, limit: int, eos_token_ids: Collection[int], text_stream: TextStream) -> None:
         self._limit, self._eos, self._text = limit, frozenset(eos_token_ids), text_stream
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None if limit > 0 else "length"

@@ -60,6 +60,11 @@ class TargetEngine:
         self._causal = np.tril(np.ones((rows, rows), np.bool_))
         self._bound_past, self._bound_present = self._cache.bindings()
 
+    @property
+    def max_verify_rows(self) -> int:
+        """The most rows that one `verify` may have."""
+        return self._max_logit_rows
+
     def prefill(self, ids: Int64s, past: int, want_logits: bool) -> TargetOutput:
         """Runs ids [N] at positions past .. past+N-1; logits of the last row only."""
         num_rows = len(ids)
