@@ -120,12 +120,14 @@ class Lowering:
     """One way to write cached attention into an ONNX graph.
 
     `reads_used_slots`: the mask has C = T columns (the used part of the cache) instead of S.
+    `fuses`: ONNX Runtime's own operators may stand for groups of standard ones.
     `write`: the nodes for one placeholder; returns its output and the two presents.
     """
 
     name: str
     opset: int
     reads_used_slots: bool
+    fuses: bool
     write: Callable[[_Nodes, ir.Node], tuple[ir.Value, ir.Value, ir.Value]]
 
     def num_slots(self, call: CachedCall, num_rows: int) -> int:
@@ -134,16 +136,17 @@ class Lowering:
         if not self.reads_used_slots:
             return capacity
         total: int = call.total_len.item()  # type: ignore[assignment]  # a symbol in a trace
-        torch._check(total >= num_rows)
-        torch._check(total <= capacity)
+        torch._check(total >= num_rows)  # type: ignore[no-untyped-call]
+        torch._check(total <= capacity)  # type: ignore[no-untyped-call]
         return total
 
 
 class _Nodes:
-    """Collects the nodes that replace a placeholder."""
+    """Collects the nodes that replace a placeholder; `once` holds values that layers share."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: dict[str, ir.Value]) -> None:
         self.nodes: list[ir.Node] = []
+        self.once = once
 
     def add(self, op: str, *inputs: ir.Value | None, outputs: int = 1, **attrs: Any) -> Any:
         domain, _, name = op.rpartition("::")
@@ -168,15 +171,18 @@ def _group_query_attention(
     for x in (q, k, v):
         by_row = nodes.add("Transpose", x, perm=[0, 2, 1, 3])
         flat.append(nodes.add("Reshape", by_row, nodes.ints([0, 0, -1])))
-    rows = nodes.add("Shape", q, start=2, end=3)
-    last_slot = nodes.add("Sub", nodes.add("Add", past_len, rows), nodes.ints([1]))
+    if not nodes.once:
+        rows = nodes.add("Shape", q, start=2, end=3)
+        last_slot = nodes.add("Sub", nodes.add("Add", past_len, rows), nodes.ints([1]))
+        nodes.once["last_slot"] = nodes.add("Cast", last_slot, to=ir.DataType.INT32)
+        nodes.once["total_len"] = nodes.add("Cast", total_len, to=ir.DataType.INT32)
     out, present_k, present_v = nodes.add(
         "com.microsoft::GroupQueryAttention",
         *flat,
         past_k,
         past_v,
-        nodes.add("Cast", last_slot, to=ir.DataType.INT32),
-        nodes.add("Cast", total_len, to=ir.DataType.INT32),
+        nodes.once["last_slot"],
+        nodes.once["total_len"],
         None,
         None,
         None,
@@ -207,8 +213,9 @@ def lower_attention(model: ir.Model, lowering: Lowering) -> int:
     layers were lowered.
     """
     presents: dict[str, ir.Value] = {}
+    once: dict[str, ir.Value] = {}
     for placeholder in [n for n in model.graph if (n.domain, n.op_type) == PLACEHOLDER]:
-        nodes = _Nodes()
+        nodes = _Nodes(once)
         out, *written = lowering.write(nodes, placeholder)
         layer = placeholder.attributes["layer"].as_int()
         for kind, past, present in zip("kv", placeholder.inputs[3:5], written, strict=True):
@@ -229,12 +236,12 @@ def lower_attention(model: ir.Model, lowering: Lowering) -> int:
         presents[f"present_{x}.{i}"] for x in "kv" for i in range(num_layers)
     )
     model.opset_imports.pop(PLACEHOLDER[0], None)
-    if lowering.write is _group_query_attention:
+    if lowering.fuses:
         model.opset_imports["com.microsoft"] = 1
     return num_layers
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "ort": Lowering("ort", 21, True, _group_query_attention),
-    "portable": Lowering("portable", 24, False, _scatter_attention),
+    "ort": Lowering("ort", 21, True, True, _group_query_attention),
+    "portable": Lowering("portable", 24, False, False, _scatter_attention),
 }

@@ -6,7 +6,6 @@ that is interrupted or fails its self-check leaves nothing half done.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,6 @@ from eagle3.runtime.manifest import (
     Convention,
     DraftInfo,
     EngineInfo,
-    GenerationDefaults,
     Manifest,
     TargetInfo,
     TensorSpec,
@@ -155,19 +153,20 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
         store_for_matmul(graph)
         if plan.draft_weights == "int8":
             quantize_int8(graph)
-        shared = {EMBEDDING: written[embedding]} if name == "draft" else {}
-        save(graph, folder / f"{name}.onnx", shared)
+        is_shared = name == "draft" and embedding in written  # a tiny one stays in the .onnx
+        save(graph, folder / f"{name}.onnx", {EMBEDDING: written[embedding]} if is_shared else {})
         parts.engines[name] = _describe(graph, f"{name}.onnx")
     np.save(folder / "target_ids.npy", parts.head.target_ids)
 
 
 def _embedding(model: ir.Model) -> str:
     """The initializer that input_ids look up."""
-    for node in model.graph:
-        if node.op_type == "Gather" and node.inputs[0] is not None and node.inputs[1] is not None:
-            if node.inputs[0].is_initializer() and node.inputs[1].name == "input_ids":
-                assert node.inputs[0].name is not None
-                return node.inputs[0].name
+    for node in (n for n in model.graph if n.op_type == "Gather"):
+        table, ids = node.inputs
+        if table is None or ids is None or ids.name != "input_ids":
+            continue
+        if table.is_initializer():
+            return str(table.name)
     raise ExportError("the target's graph has no embedding look-up of input_ids")
 
 

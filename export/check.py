@@ -56,9 +56,10 @@ class SelfCheck:
         if acceptance is None or acceptance >= NEAR_ZERO_ACCEPTANCE:
             return []
         return [
-            f"only {acceptance:.1%} of the first draft tokens are accepted on ordinary prompts: the "
-            "head does not fit this target as it was read. Check its fused layers (--aux-layers "
-            "counts hidden_states indices), its RoPE, its vocabulary mapping and the chat template"
+            f"only {acceptance:.1%} of the first draft tokens are accepted on ordinary prompts: "
+            "the head does not fit this target as it was read. Check its fused layers "
+            "(--aux-layers counts hidden_states indices), its RoPE, its vocabulary mapping and the "
+            "chat template"
         ]
 
 
@@ -208,7 +209,7 @@ def _check_draft(
     assert out.logits is not None
     errors["step_0"] = relative_error(out.logits[0], path.logits(()))
     # Two branches side by side: each row sees itself and its own ancestors.
-    branches = [(int(i),) for i in ids]
+    branches: list[tuple[int, ...]] = [(int(i),) for i in ids]
     hidden, mask = np.repeat(hidden, len(ids), 0), np.eye(len(ids), dtype=np.bool_)
     for depth in range(1, _DRAFT_STEPS + 1):
         tokens = np.array([branch[-1] for branch in branches], np.int64)
@@ -235,7 +236,7 @@ class _DraftPath:
         self._embed = reference.target.model.get_input_embeddings()
 
     def logits(self, path: tuple[int, ...]) -> Array:
-        """Logits [Vd] of the row that carries the last token of `path` (() = the last prefix row)."""
+        """Logits [Vd] of the row with the last token of `path` (() = the last prefix row)."""
         with torch.no_grad():
             g = self._module.fc(self._features)
             for length in range(len(path) + 1):

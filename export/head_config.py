@@ -6,28 +6,48 @@ documented default, or came from a flag; what is not understood is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle3.export.head_files import head_folder, read_config, read_weights
 from eagle3.runtime.errors import CheckpointError
 
 DIALECT = "eagle3-official"
+OWN_EMBEDDING = "embed_tokens.weight"
 DEFAULT_ROPE_THETA = 10000.0  # the official training configuration names none
+_AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Keys of other dialects or newer heads that change the computation and are not read here.
 _REFUSED_KEYS = (
-    "transformer_layer_config speculators_model_type norm_before_fc fc_norm norm_output "
-    "norm_before_residual target_hidden_size q_norm k_norm use_qk_norm sliding_window"
-).split()
+    "transformer_layer_config",
+    "speculators_model_type",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "norm_before_residual",
+    "q_norm",
+    "k_norm",
+    "use_qk_norm",
+    "sliding_window",
+)
+# RoPE types that one table expresses, with the factors each one needs.
+_ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,7 @@ class HeadConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: Mapping[str, Any]
+    max_position_embeddings: int
     draft_vocab_size: int
     vocab_size: int
     aux_layer_ids: tuple[int, ...]
@@ -86,74 +107,36 @@ def read_head(
 
     Raises CheckpointError naming the key or tensor and both values.
     """
-    folder = _folder(source)
-    raw = _read_json(folder / "config.json")
-    weights = _read_weights(folder)
+    folder = head_folder(source)
+    raw = read_config(folder)
+    weights = read_weights(folder)
     _refuse_dialect(raw, weights)
     config = _resolve(raw, target, aux_layer_ids)
     _check_tensors(config, target, weights)
+    if OWN_EMBEDDING in weights:
+        used = Resolved("the target's; the head's own copy is not read", "dialect default")
+        config = replace(config, conventions={**config.conventions, "embedding": used})
     return Head(config, weights, _target_ids(config, weights))
 
 
-def _folder(source: str | Path) -> Path:
-    path = Path(source)
-    if path.is_dir():
-        return path
-    if path.exists() or str(source).startswith((".", "/")) or str(source).count("/") != 1:
-        raise CheckpointError(f"draft {source}: no such folder")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"])
-        )
-    except Exception as error:
-        raise CheckpointError(
-            f"draft {source}: it is no local folder, and as a hub id it could not be fetched: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; an EAGLE-3 head has a config.json")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder; safetensors first, `.bin` without running what it contains."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise CheckpointError(f"{folder}: no .safetensors and no .bin file with weights")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            if file.suffix == ".bin":
-                part = torch.load(file, map_location="cpu", weights_only=True)
-            else:
-                part = load_file(file)
-        except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        except Exception as error:  # pickle.UnpicklingError: code where weights should be
-            raise CheckpointError(
-                f"{file} holds more than tensors and is refused: {str(error).splitlines()[0]}"
-            ) from error
-        weights.update(part)
-    return weights
-
-
 def _refuse_dialect(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    refused = sorted(key for key in _REFUSED_KEYS if raw.get(key) not in (None, False, [], {}))
+    without_window = raw.get("use_sliding_window") is False  # Qwen's way to say "no window"
+    refused = sorted(
+        key
+        for key in _REFUSED_KEYS
+        if raw.get(key) not in (None, False, [], {})
+        and not (key == "sliding_window" and without_window)
+    )
     if refused:
         raise CheckpointError(
             f"the head's config has {', '.join(refused)}, which changes the computation and is not "
             "supported; only EAGLE-3 heads in the official layout are"
+        )
+    own_width = raw.get("target_hidden_size")
+    if own_width is not None and own_width != raw.get("hidden_size"):
+        raise CheckpointError(
+            f"the head's target_hidden_size {own_width} differs from its hidden_size "
+            f"{raw.get('hidden_size')}: a head with a width of its own is not supported"
         )
     if any(name.startswith("midlayer.") for name in weights):
         return
@@ -183,20 +166,26 @@ def _resolve(
             f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and the "
             "config has no head_dim"
         )
-    vocab_size = raw.get("vocab_size", target.vocab_size)
+    num_kv_heads = _integer(raw, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    vocab_size = _integer(raw, "vocab_size", target.vocab_size)
     rope, rope_source = _rope(raw)
     layers, layers_source = _aux_layers(raw, target, aux_layer_ids)
     return HeadConfig(
         hidden_size=hidden_size,
         intermediate_size=_integer(raw, "intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=_integer(raw, "num_key_value_heads", num_heads),
-        head_dim=_integer(raw, "head_dim", hidden_size // num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=_integer(raw, "head_dim", max(hidden_size // num_heads, 1)),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         hidden_act=str(raw.get("hidden_act", "silu")),
         attention_bias=bool(raw.get("attention_bias", False)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         rope=rope,
+        max_position_embeddings=_integer(raw, "max_position_embeddings", 2048),
         draft_vocab_size=_integer(raw, "draft_vocab_size", vocab_size),
         vocab_size=vocab_size,
         aux_layer_ids=layers,
@@ -221,14 +210,33 @@ def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"the head's {key} is {value!r}, not an object")
+    return value
+
+
 def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """RoPE parameters as transformers reads them: `rope_type`, `rope_theta`, scaling factors."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    scaling = dict(_object(raw, "rope_parameters") or _object(raw, "rope_scaling"))
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     kind = scaling.setdefault("rope_type", "default")
     if kind in _LENGTH_DEPENDENT_ROPE:
         raise CheckpointError(f"the head's RoPE of type '{kind}' depends on the request's length")
+    missing = [key for key in _ROPE_TYPES.get(kind, ()) if scaling.get(key) is None]
+    if kind not in _ROPE_TYPES or missing:
+        reason = f"needs {', '.join(missing)}" if missing else "is unknown"
+        raise CheckpointError(
+            f"the head's RoPE of type '{kind}' {reason}; supported are {', '.join(_ROPE_TYPES)}"
+        )
+    for where in (raw, scaling):
+        if where.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise CheckpointError(
+                f"the head's partial_rotary_factor is {where['partial_rotary_factor']}; only heads "
+                "that rotate whole vectors (1.0) are supported"
+            )
     if "rope_theta" in scaling:
         return scaling, "config"
     source = "config" if raw.get("rope_theta") is not None else "dialect default"
@@ -242,11 +250,19 @@ def _aux_layers(
 
     In this dialect the checkpoint counts layer outputs, which is one less than the index.
     """
-    stored = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    stored = _object(raw, "eagle_config").get(_AUX_LAYERS_KEY)
     if flag is not None:
         layers, source = tuple(flag), "flag"
+    elif raw.get(_AUX_LAYERS_KEY) is not None:
+        raise CheckpointError(
+            f"the head's config has {_AUX_LAYERS_KEY} {raw[_AUX_LAYERS_KEY]} outside eagle_config; "
+            "whether it counts layer outputs (plus one) or hidden_states indices is not known: "
+            "give the hidden_states indices with --aux-layers"
+        )
     elif stored is not None:
-        layers, source = tuple(int(i) + 1 for i in stored), "config (layer outputs, plus one)"
+        if not isinstance(stored, list) or any(type(i) is not int for i in stored):
+            raise CheckpointError(f"{_AUX_LAYERS_KEY} is {stored!r}, not a list of integers")
+        layers, source = tuple(i + 1 for i in stored), "config (layer outputs, plus one)"
     else:
         depth = target.num_layers
         layers, source = (2, depth // 2, depth - 3), "dialect default"
@@ -295,8 +311,8 @@ def expected_tensors(config: HeadConfig, target: TargetFacts) -> dict[str, tuple
 def _check_tensors(config: HeadConfig, target: TargetFacts, weights: Mapping[str, Tensor]) -> None:
     if config.hidden_size != target.hidden_size:
         raise CheckpointError(
-            f"the head's hidden_size {config.hidden_size} is not the target's {target.hidden_size}; "
-            "is it a head for another target?"
+            f"the head's hidden_size {config.hidden_size} is not the target's "
+            f"{target.hidden_size}; is it a head for another target?"
         )
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(
@@ -304,14 +320,16 @@ def _check_tensors(config: HeadConfig, target: TargetFacts, weights: Mapping[str
             "is it a head for another target?"
         )
     expected = expected_tensors(config, target)
-    optional = {"d2t", "t2d", "embed_tokens.weight"}  # a full-vocabulary head may carry these
+    mapping = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    optional = {**mapping, OWN_EMBEDDING: (config.vocab_size, config.hidden_size)}
     missing = sorted(set(expected) - set(weights))
-    unexpected = sorted(set(weights) - set(expected) - optional)
+    unexpected = sorted(set(weights) - set(expected) - set(optional))
     if missing or unexpected:
         raise CheckpointError(
             f"the head's tensors are not those of the official layout: missing {missing}, "
             f"unexpected {unexpected}"
         )
+    expected |= {name: shape for name, shape in optional.items() if name in weights}
     for name, shape in expected.items():
         if tuple(weights[name].shape) != shape:
             raise CheckpointError(
@@ -334,6 +352,7 @@ def _target_ids(config: HeadConfig, weights: Mapping[str, Tensor]) -> np.ndarray
         if ascending and (t2d is None or np.array_equal(np.flatnonzero(t2d), ids)):
             return ids
     raise CheckpointError(
-        f"d2t [{size}] maps to the target's vocabulary ({whole}) neither as offsets nor as absolute "
-        "ids: either reading must be ascending, unique, below the vocabulary size and agree with t2d"
+        f"d2t [{size}] maps to the target's vocabulary ({whole}) neither as offsets nor as "
+        "absolute ids: either reading must be ascending, unique, below the vocabulary size and "
+        "agree with t2d"
     )

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from eagle3.export.attention import CachedCall, Lowering, key_window
-from eagle3.export.head_config import Head, HeadConfig
+from eagle3.export.head_config import OWN_EMBEDDING, Head, HeadConfig
 from eagle3.runtime.errors import CheckpointError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v after RoPE -> [B,N,Hq,D]
@@ -41,6 +41,7 @@ def _llama_config(config: HeadConfig) -> LlamaConfig:
         rms_norm_eps=config.rms_norm_eps,
         mlp_bias=config.mlp_bias,
         rope_parameters=dict(config.rope),
+        max_position_embeddings=config.max_position_embeddings,
         num_hidden_layers=1,
         vocab_size=config.draft_vocab_size,
     )
@@ -118,7 +119,7 @@ def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
     state: Mapping[str, Any] = {
         name: tensor
         for name, tensor in head.weights.items()
-        if name not in ("d2t", "t2d", "embed_tokens.weight")
+        if name not in ("d2t", "t2d", OWN_EMBEDDING)
     }
     module.load_state_dict(state, strict=True)
     return module.to(dtype).eval().requires_grad_(False)
@@ -150,7 +151,8 @@ class DraftGraph(nn.Module):
     ) -> None:
         super().__init__()
         self.head = head
-        self.embed = nn.Embedding.from_pretrained(embedding, freeze=True)
+        rows, width = embedding.shape
+        self.embed = nn.Embedding(rows, width, _weight=embedding, _freeze=True)
         self.register_buffer("target_ids", torch.from_numpy(target_ids.copy()))
         self.lowering = lowering
         self.full_vocab = bool(np.array_equal(target_ids, np.arange(len(target_ids))))
@@ -189,6 +191,6 @@ class DraftGraph(nn.Module):
 def _top_k(log_probs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
     """log_probs [B,M,Vd], top_k [1] -> values and draft ids [B,M,K], best first; K is a symbol."""
     count: int = top_k[0].item()  # type: ignore[assignment]
-    torch._check(count >= 1)
-    torch._check(count <= log_probs.shape[-1])
+    torch._check(count >= 1)  # type: ignore[no-untyped-call]
+    torch._check(count <= log_probs.shape[-1])  # type: ignore[no-untyped-call]
     return torch.topk(log_probs, count, dim=-1)

@@ -15,9 +15,11 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import Tensor, nn
 
 from eagle3.export.attention import Lowering, lower_attention
+from eagle3.export.fusion import fuse_for_ort
 from eagle3.runtime.errors import UnsupportedModel
 
 # The letters of the graphs' symbolic dimensions, with the range they are traced for.
@@ -78,7 +80,10 @@ def trace(
         )
     assert onnx_program is not None
     model = onnx_program.model
+    if lowering.fuses:
+        fuse_for_ort(model)
     lower_attention(model, lowering)
+    RemoveUnusedNodesPass()(model)
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
     return model
@@ -114,7 +119,8 @@ def _name_dims(model: ir.Model, dims: Sequence[str]) -> None:
             if letter in DIMS:
                 if isinstance(dim, int):
                     raise UnsupportedModel(
-                        f"{model.graph.name}: dimension {letter} of input {value.name} froze at {dim}"
+                        f"{model.graph.name}: dimension {letter} of input {value.name} froze at "
+                        f"{dim}"
                     )
                 letters[str(dim.value)] = letter
     for value in [*model.graph.inputs, *model.graph.outputs]:

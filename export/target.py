@@ -21,6 +21,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # RoPE kinds whose frequencies depend on the length of the request: a traced graph has one table.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+_FAULTS = ("missing", "unexpected", "mismatched")  # what `from_pretrained` counts
+
 
 @dataclass(frozen=True)
 class Target:
@@ -58,11 +60,17 @@ def load_target(source: str, dtype: str, *, trust_remote_code: bool = False) -> 
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
         _refuse_config(config)
-        model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            **where,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever transformers, safetensors or the checkpoint's code raise
         raise ExportError(_why_not_loaded(source, error)) from error
+    _refuse_partial(source, loading)
     model = model.eval().requires_grad_(False)
     return Target(model, tokenizer, source, kv_shape(model))
 
@@ -90,6 +98,16 @@ def _why_not_loaded(source: str, error: Exception) -> str:
     elif not Path(source).exists():
         text += "; it is no local path, and as a hub id it could not be fetched"
     return text
+
+
+def _refuse_partial(source: str, loading: dict[str, Any]) -> None:
+    """transformers fills a missing weight with random numbers, and only warns."""
+    faults = {kind: sorted(map(str, loading.get(f"{kind}_keys") or ())) for kind in _FAULTS}
+    listed = [f"{kind}: {', '.join(names[:4])}" for kind, names in faults.items() if names]
+    if listed:
+        raise ExportError(
+            f"target {source}: its weights are not those of its config.json, {'; '.join(listed)}"
+        )
 
 
 def _refuse_config(config: Any) -> None:

@@ -23,8 +23,20 @@ from eagle3.runtime.errors import UnsupportedModel
 # What transformers hands to an attention function without changing the result: said elsewhere
 # (the window is in the mask) or of no meaning when nothing is trained or returned.
 _WITHOUT_EFFECT = frozenset(
-    "sliding_window is_causal position_ids cache_position use_cache output_attentions "
-    "output_hidden_states output_router_logits return_dict dropout cache past_key_values".split()
+    {
+        "cache",
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "use_cache",
+    }
 )
 
 
@@ -111,9 +123,8 @@ class _Trace:
         for name, value in kwargs.items():
             if value is not None and name not in _WITHOUT_EFFECT:
                 raise UnsupportedModel(
-                    f"{self.architecture}: layer {layer} passes `{name}` to attention, which the "
-                    f"`{self.lowering.name}` lowering does not express; ignoring it would change "
-                    "the output in silence"
+                    f"{self.architecture}: layer {layer} passes `{name}` to attention, which is "
+                    "not supported; ignoring it would change the output in silence"
                 )
 
 
@@ -145,7 +156,8 @@ class TargetGraph(nn.Module):
     past_len [B] int64, cache slots filled; logit_rows [B,M] int64, the rows lm_head runs on;
     past_k, past_v per layer [B,Hkv,S,D].
     Outputs: logits [B,M,V] float32; next_token [B,M] int64, the argmax, -1 where logits are NaN;
-    features [B,N,F], the residual stream before `aux_layer_ids`, low to high. The presents become outputs when the attention is lowered.
+    features [B,N,F], the residual stream before `aux_layer_ids`, low to high. The presents become
+    outputs when the attention is lowered.
     """
 
     def __init__(

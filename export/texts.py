@@ -10,8 +10,8 @@ way wheat moves before a storm."
 
 Counting is older than writing. To count the sheep that left in the morning, a shepherd put a pebble
 into a bag for each of them; in the evening he took one out for each that came home. If 17 went out
-and 15 came back, two pebbles stayed in the bag, and he knew how many to look for without ever having
-a word for "two". Here is the same idea as a program:
+and 15 came back, two pebbles stayed in the bag, and he knew how many to look for without ever
+having a word for "two". Here is the same idea as a program:
 
 def missing(left: list[str], returned: list[str]) -> int:
     bag = 0
@@ -24,9 +24,9 @@ def missing(left: list[str], returned: list[str]) -> int:
 Water boils at 100 degrees Celsius at sea level, and at about 71 degrees on the summit of Mount
 Everest, because the air there presses less. Bread dough rises when yeast turns sugar into carbon
 dioxide and alcohol; the oven drives both out and leaves the holes. Glass is made of sand, soda and
-lime. Salt lowers the freezing point of water, which is why roads are salted in winter. The moon pulls
-at the oceans and gives two tides a day, and it always shows us the same face, since it turns around
-itself in the same time in which it turns around the Earth.
+lime. Salt lowers the freezing point of water, which is why roads are salted in winter. The moon
+pulls at the oceans and gives two tides a day, and it always shows us the same face, since it turns
+around itself in the same time in which it turns around the Earth.
 """
 
 PROMPTS = (

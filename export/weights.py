@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -42,7 +44,7 @@ def _transpose_in_place(model: ir.Model, node: ir.Node, weight: ir.Value) -> Non
     assert tensor is not None and weight.name is not None
     rows, columns = tensor.shape.numpy()
 
-    def transposed() -> ir.Tensor:
+    def transposed() -> ir.Tensor[Any]:
         return ir.Tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype)
 
     shape = ir.Shape([columns, rows])
@@ -57,13 +59,13 @@ def _transpose_in_place(model: ir.Model, node: ir.Node, weight: ir.Value) -> Non
 def _matmul_to_gemm(matmul: ir.Node, weight: ir.Value) -> None:
     """x [..,K] @ weight.T with weight [N,K] -> Reshape, Gemm(transB), Reshape."""
     x = matmul.inputs[0]
-    width = weight.const_value.shape[0]  # type: ignore[union-attr]
-    depth = weight.const_value.shape[1]  # type: ignore[union-attr]
+    assert weight.const_value is not None
+    width, depth = weight.const_value.shape.numpy()
 
     def constant(values: list[int]) -> ir.Node:
         return ir.node("Constant", [], {"value": ir.tensor(values, dtype=ir.DataType.INT64)})
 
-    flat_shape, columns = constant([-1, int(depth)]), constant([int(width)])
+    flat_shape, columns = constant([-1, depth]), constant([width])
     flat = ir.node("Reshape", [x, flat_shape.outputs[0]])
     gemm = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1})
     leading = ir.node("Shape", [x], {"end": -1})
@@ -91,9 +93,10 @@ def quantize_int8(model: ir.Model) -> int:
         if weight is None or not weight.is_initializer() or weight.const_value is None:
             continue
         assert weight.name is not None
-        if len(weight.const_value.shape) != 2:
+        shape = weight.const_value.shape.numpy()
+        if len(shape) != 2:
             continue
-        block = int8_block(int(weight.const_value.shape[0]))
+        block = int8_block(shape[0])
         if block is None:
             continue
         _dequantize_in_front(model, matmul, weight, block)

@@ -1,0 +1,45 @@
+# Two commands: `make demo` runs the main job, `make test` passes the tests. Each sets up what it
+# needs; the second time it is quick.
+
+PYTHON ?= python3
+BIN := .venv/bin
+BUNDLE := demo/bundle
+TARGET := demo/cache/SmolLM2-135M-Instruct.Q4_1.gguf
+PROMPT ?= Write a short Python function that checks whether a number is prime, and explain it.
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(BUNDLE)/manifest.json
+	$(BIN)/eagle3 run $(BUNDLE) --compare --max-new-tokens 256 "$(PROMPT)"
+
+test: .venv/installed .venv-runtime/installed lint
+	EAGLE3_RUNTIME_VENV=$(CURDIR)/.venv-runtime $(BIN)/python -m pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,export,dev]'
+	touch $@
+
+# What a service installs: the runtime alone, without torch or transformers.
+.venv-runtime/installed: pyproject.toml constraints.txt
+	test -x .venv-runtime/bin/python || $(PYTHON) -m venv .venv-runtime
+	.venv-runtime/bin/pip install --quiet -c constraints.txt -e '.[cpu]'
+	touch $@
+
+$(TARGET): .venv/installed demo/fetch_target.py
+	$(BIN)/python demo/fetch_target.py $(@D)
+	touch $@
+
+# int8 weights and this tree: measured, see docs/decisions.md.
+$(BUNDLE)/manifest.json: $(TARGET) $(wildcard demo/head/*) $(wildcard export/*.py) plans/plan.py
+	$(BIN)/eagle3 export --target $(TARGET) --draft demo/head -o $(BUNDLE) --force \
+		--draft-weights int8 --draft-top-k 4 --draft-depth 4 --num-draft-tokens 8
+
+clean:
+	rm -rf .venv .venv-runtime demo/cache $(BUNDLE) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

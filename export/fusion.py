@@ -1,0 +1,80 @@
+"""Fewer, larger nodes for ONNX Runtime: norms, residual sums and rotary embeddings.
+
+A decoder layer is written by transformers as dozens of small operations; on a CPU a call of one
+token spends a tenth of its time between them. onnxscript finds the patterns; what is not found
+stays as it was, so nothing here can change what an architecture computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normalization
+from onnxscript.rewriter.ort_fusions.rotary_embedding import fuse_rotary_embedding
+from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
+
+_FUSED_ROTARY = ("ai.onnxruntime._fusion", "RotaryEmbedding")
+
+
+def fuse_for_ort(model: ir.Model) -> None:
+    """Fuses in place. Needs the shapes of intermediate values, so it runs right after the trace."""
+    fuse_rms_normalization(model)
+    fuse_skip_rms_normalization(model)
+    fuse_rotary_embedding(model)
+    tables: dict[tuple[str | None, ...], _RotaryTables] = {}
+    for node in [n for n in model.graph if (n.domain, n.op_type) == _FUSED_ROTARY]:
+        _, cos, sin = node.inputs
+        assert cos is not None and sin is not None
+        key = (cos.name, sin.name)
+        if key not in tables:
+            tables[key] = _RotaryTables(model, node, cos, sin)
+        _write_rotary(model, node, tables[key])
+    model.functions.clear()
+    model.opset_imports.pop(_FUSED_ROTARY[0], None)
+
+
+class _RotaryTables:
+    """cos and sin of a call's rows as the operator wants them: caches [B*N, D/2] and the row
+    numbers [B,N] that index them. Written once in front of the first node that uses them.
+    """
+
+    def __init__(self, model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value) -> None:
+        nodes: list[ir.Node] = []
+
+        def add(op: str, *inputs: Any, **attributes: Any) -> ir.Value:
+            values = [_constant(nodes, x) if isinstance(x, list) else x for x in inputs]
+            nodes.append(ir.node(op, values, attributes))
+            return nodes[-1].outputs[0]
+
+        assert cos.shape is not None and isinstance(cos.shape[-1], int)
+        half = cos.shape[-1] // 2
+        self.cos, self.sin = (
+            add("Reshape", add("Slice", table, [0], [half], [-1]), [-1, half])
+            for table in (cos, sin)
+        )
+        # [B,1,N,D] -> [B,N], counting from 0: the number of rows before each one.
+        shape = add("Gather", add("Shape", cos), [0, 2])
+        ones = add("Expand", [1], add("Reshape", add("ReduceProd", shape), [1]))
+        count = add("Sub", add("CumSum", ones, add("Squeeze", [0])), [1])
+        self.rows = add("Reshape", count, shape)
+        model.graph.insert_before(before, nodes)
+
+
+def _constant(nodes: list[ir.Node], values: list[int]) -> ir.Value:
+    tensor = ir.tensor(values, dtype=ir.DataType.INT64)
+    nodes.append(ir.node("Constant", [], {"value": tensor}))
+    return nodes[-1].outputs[0]
+
+
+def _write_rotary(model: ir.Model, node: ir.Node, tables: _RotaryTables) -> None:
+    """x [B,H,N,D] -> com.microsoft.RotaryEmbedding."""
+    rotary = ir.node(
+        "RotaryEmbedding",
+        [node.inputs[0], tables.rows, tables.cos, tables.sin],
+        {"interleaved": 0},
+        domain="com.microsoft",
+    )
+    old, new = node.outputs[0], rotary.outputs[0]
+    new.shape, new.type = old.shape, old.type
+    ir.convenience.replace_nodes_and_values(model.graph, node, [node], [rotary], [old], [new])
