@@ -85,16 +85,15 @@ def export_bundle(
         parts = _Parts(target, head, module)
         _write_engines(folder, parts, plan, report)
         check = _finish(folder, parts, plan, request, report)
-        if request.output.exists():
-            shutil.rmtree(request.output)
-        folder.rename(request.output)
+        _publish(folder, request.output)
     return Bundle.open(request.output), check
 
 
 def _check_output(request: ExportRequest) -> None:
     output = request.output
     if not output.exists():
-        return
+        with _staging(output):  # an output that cannot be written is said before the long work
+            return
     if not request.force:
         raise ExportError(f"{output} exists; choose another folder or pass --force to replace it")
     if not (output / "manifest.json").is_file() and (not output.is_dir() or any(output.iterdir())):
@@ -125,13 +124,24 @@ def _read_head(request: ExportRequest, target: Target) -> Head | None:
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
     """A temporary folder on the output's file system, gone unless it was renamed."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    except OSError as error:
+        raise ExportError(f"{output} cannot be written: {error}") from error
     folder.chmod(0o755)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, output: Path) -> None:
+    """Renames the finished folder to `output`; what stood there is deleted only after that."""
+    with _staging(output) as aside:
+        if output.exists():
+            output.rename(aside / output.name)
+        folder.rename(output)
 
 
 def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript.optimizer import optimize_ir
+from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 
 from eagle3.export.attention import Lowering, lower_attention
@@ -76,10 +78,13 @@ def trace(
             opset_version=lowering.opset,
             input_names=_flat_names(inputs),
             output_names=list(outputs),
+            optimize=False,
             verbose=False,
         )
     assert onnx_program is not None
     model = onnx_program.model
+    optimize_ir(model, should_fold=_may_fold)
+    onnx_fusions.fuse(model)
     if lowering.fuses:
         fuse_for_ort(model)
     lower_attention(model, lowering)
@@ -87,6 +92,15 @@ def trace(
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
     return model
+
+
+def _may_fold(node: ir.Node) -> bool | None:
+    """Weights stay as they are, also small ones: `store_for_matmul` lays them out, tied ones once.
+
+    What PyTorch itself does here (torch.onnx.export(optimize=True)) folds the small ones.
+    """
+    is_matrix = node.op_type == "Transpose" and len(node.outputs[0].shape or ()) == 2
+    return False if is_matrix else None
 
 
 def _as_list(value: Any) -> list[Tensor]:

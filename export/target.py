@@ -65,6 +65,7 @@ def load_target(source: str, dtype: str, *, trust_remote_code: bool = False) -> 
             dtype=DTYPES[dtype],
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
     except UnsupportedModel:
         raise

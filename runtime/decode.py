@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.accept import Accepted
-from eagle3.runtime.drafters import Drafter, DraftRequest
+from eagle3.runtime.drafters import Drafter, DraftRequest, NoDrafter
+from eagle3.runtime.errors import EngineError
 from eagle3.runtime.pace import Pace
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
 from eagle3.runtime.sampling import TokenHistory
@@ -47,7 +48,18 @@ class Decoding:
     stats: StatsRecorder
 
     def rounds(self, prompt: NDArray[np.int64]) -> Iterator[Round]:
-        """Prefill, then rounds until the sequence ends. The consumer's time is not counted."""
+        """Prefill, then rounds until the sequence ends. The consumer's time is not counted.
+
+        Raises EngineError when an engine fails or the target's logits are no numbers; the next
+        request is not affected.
+        """
+        try:
+            yield from self._rounds(prompt)
+        except EngineError:
+            self.target.clear()
+            raise
+
+    def _rounds(self, prompt: NDArray[np.int64]) -> Iterator[Round]:
         self.drafter.reset()
         self.history.reset(prompt)
         if self.sequence.finish_reason is not None:
@@ -80,20 +92,27 @@ class Decoding:
 
     def _timed_round(self, past: int, root: int) -> tuple[int, Round]:
         start, engine_start = time.perf_counter_ns(), self.clock.engine_ns
-        tree, accepted, result = self._round(past, root)
+        budget = self._budget(past)
+        tree, accepted, result = self._round(past, root, budget)
         elapsed = time.perf_counter_ns() - start
         self.stats.decode_ns += elapsed
         self.stats.engine_ns += self.clock.engine_ns - engine_start
-        depth = int(tree.depths.max())
-        self.stats.round(depth, len(accepted.path))
-        self.pace.record(depth > 0, len(accepted.path) + 1, elapsed)
+        num_committed = len(result.committed.token_ids)
+        self.stats.round(int(tree.depths.max()), len(accepted.path), num_committed)
+        drafted = budget is not None and not isinstance(self.drafter, NoDrafter)
+        self.pace.record(drafted, num_committed, elapsed)
         self.stats.fell_back = self.pace.fell_back
         return past + len(accepted.path) + 1, result
 
-    def _round(self, past: int, root: int) -> tuple[Tree, Accepted, Round]:
+    def _round(self, past: int, root: int, budget: TreePlan | None) -> tuple[Tree, Accepted, Round]:
         """`past` tokens are in the cache, `root` is the newest committed one behind them."""
-        tree = self._propose(past, root)
+        tree = Tree.root_only(root) if budget is None else self._propose(root, budget)
         output = self.target.verify(tree, past, self.rule.want_logits)
+        if tree.num_draft_tokens and output.next_token.min() < 0:
+            # A draft token that the target has no numbers for spoils every row that masks it.
+            self.target.clear(past)
+            tree = Tree.root_only(root)
+            output = self.target.verify(tree, past, self.rule.want_logits)
         accepted = self.rule.accept(tree, output, past)
         self.target.keep(past, accepted.path)
         kept = [0, *accepted.path]
@@ -101,16 +120,21 @@ class Decoding:
         self.drafter.observe(tree.tokens[kept], features)
         return tree, accepted, self._commit(tree, output, accepted)
 
-    def _propose(self, past: int, root: int) -> Tree:
-        """A tree that fits what is left of the context and of the tokens asked for."""
+    def _budget(self, past: int) -> TreePlan | None:
+        """A tree that fits what is left of the context and of the tokens; None: no draft now."""
         free_slots = self.target.capacity - past - 1
         depth = min(self.tree.draft_depth, self.sequence.remaining - 1)
         nodes = min(self.tree.num_draft_tokens, free_slots)
         if depth < 1 or nodes < 1 or not self.pace.should_draft():
-            return Tree.root_only(root)
-        budget = replace(self.tree, draft_depth=depth, num_draft_tokens=nodes)
+            return None
+        return replace(self.tree, draft_depth=depth, num_draft_tokens=nodes)
+
+    def _propose(self, root: int, budget: TreePlan) -> Tree:
+        """What the drafter proposes; a tree with ids that are no tokens is worth nothing."""
         temperature = self.rule.draft_temperature
-        return self.drafter.propose(DraftRequest(root, budget, temperature, self.rule.rng))
+        tree = self.drafter.propose(DraftRequest(root, budget, temperature, self.rule.rng))
+        valid = tree.tokens.min() >= 0 and tree.tokens.max() < self.target.vocab_size
+        return tree if valid else Tree.root_only(root)
 
     def _commit(self, tree: Tree, output: TargetOutput, accepted: Accepted) -> Round:
         tokens = [tree.token_list[node] for node in accepted.path] + [accepted.token]

@@ -46,7 +46,7 @@ class DraftEngine:
         self._cache = KvCache(1, info.num_kv_heads, capacity, info.head_dim, dtype)
         self._fuse = self._load(bundle, "draft_fuse", threads, clock)
         self._draft = self._load(bundle, "draft", threads, clock)
-        self.num_rows = 0
+        self.num_rows = self._num_used = 0
         rows, top = self.max_rows, plan.max_draft_tokens
         self._features = Buffer(rows * self.feature_size, dtype)
         self._hidden_in = Buffer(rows * self.hidden_size, dtype)
@@ -65,12 +65,14 @@ class DraftEngine:
         return Session(bundle.path(bundle.manifest.engines[name].file), name, threads, clock)
 
     def reset(self) -> None:
-        """Forgets all rows."""
-        self.num_rows = 0
+        """Forgets all rows, and NaN that a broken head or target may have left in them."""
+        self._cache.clear(stop=self._num_used)
+        self.num_rows = self._num_used = 0
 
     def feature_slots(self, num_rows: int) -> NDArray[Any]:
         """Where the caller writes the features [N,F] of the next `extend`."""
-        return self._features.view(1, num_rows, self.feature_size)[0]
+        slots: NDArray[Any] = self._features.view(1, num_rows, self.feature_size)[0]
+        return slots
 
     def extend(self, next_ids: Int64s, top_k: int, want_logits: bool = False) -> DraftOutput:
         """Runs rows with the target's features (already in `feature_slots`) and keeps them.
@@ -120,6 +122,7 @@ class DraftEngine:
     def _run(
         self, count: int, window: int, picked: int, past: int, top_k: int, want_logits: bool
     ) -> DraftOutput:
+        self._num_used = max(self._num_used, past + count)
         self._past.view(1)[0] = past
         self._top_k.view(1)[0] = top_k
         shape = (count, window, picked, top_k, want_logits)

@@ -27,6 +27,7 @@ from eagle3.runtime.text import TextStream
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_THREADS = 1024
 DEVICES = ("cpu",)
 
 
@@ -43,7 +44,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
-        logprobs = self.logprobs and [vars(each) for each in self.logprobs]
+        logprobs = None if self.logprobs is None else [vars(each) for each in self.logprobs]
         return {**vars(self), "stats": self.stats.to_json(), "logprobs": logprobs}
 
 
@@ -153,7 +154,7 @@ class Engine:
             repetition_penalty=repetition_penalty,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
-            logit_bias=logit_bias or {},
+            logit_bias={} if logit_bias is None else logit_bias,
             seed=seed,
             acceptance=acceptance,
         )
@@ -173,7 +174,7 @@ class Engine:
             tree=self._tree(sizes),
             may_fall_back=not explicit,
             num_logprobs=_checked_logprobs(logprobs),
-            cancel=cancel or threading.Event(),
+            cancel=_checked_cancel(cancel),
         )
         TextStream(self.tokenizer, request.stop)  # refuses bad stop strings before anything runs
         return self._run(request)
@@ -251,7 +252,7 @@ class Engine:
         if name is None:
             return self.default_drafter
         if name not in self.drafters:
-            known = name in DRAFTERS
+            known = isinstance(name, str) and name in DRAFTERS
             raise RequestError(
                 f"drafter '{name}' is {'not in this bundle' if known else 'unknown'}; "
                 f"this bundle has: {', '.join(self.drafters)}"
@@ -298,8 +299,7 @@ def load(
         raise RequestError(
             f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}"
         )
-    count = len(os.sched_getaffinity(0)) if threads is None else threads
-    return Engine(Bundle.open(path), _checked_count("threads", count))
+    return Engine(Bundle.open(path), _checked_threads(threads))
 
 
 def _chat_template(bundle: Bundle) -> ChatTemplate | None:
@@ -322,10 +322,29 @@ def _checked_count(name: str, value: int) -> int:
     return int(value)
 
 
+def _checked_threads(threads: int | None) -> int:
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    count = _checked_count("threads", threads)
+    if count > MAX_THREADS:
+        raise RequestError(f"threads is {threads}: give at most {MAX_THREADS}")
+    return count
+
+
 def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, str):
+        return (stop,)
+    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
+        raise RequestError(f"stop is {stop!r:.80}: give a text or a list of texts")
+    return tuple(stop)
+
+
+def _checked_cancel(cancel: threading.Event | None) -> threading.Event:
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise RequestError(f"cancel is {cancel!r:.80}: give a threading.Event")
+    return threading.Event() if cancel is None else cancel
 
 
 def _checked_logprobs(logprobs: int | bool | None) -> int | None:

@@ -93,6 +93,10 @@ class KvCache:
         present = {f"present_{name}": value for name, value in self._values.items()}
         return past, present
 
+    def clear(self, start: int = 0, stop: int | None = None) -> None:
+        """Zeros slots start .. stop-1. A masked slot has weight 0, but 0 times NaN is NaN."""
+        self.block[..., start:stop, :] = 0
+
     def keep(self, past: int, nodes: Sequence[int]) -> None:
         """Moves slots past + nodes to past, past + 1, ...: the accepted path becomes contiguous.
 

@@ -43,11 +43,14 @@ class StatsRecorder:
         self._proposed: list[int] = []
         self._accepted: list[int] = []
 
-    def round(self, depth: int, accepted: int) -> None:
-        """One round whose tree had `depth` levels and gave `accepted` draft tokens."""
+    def round(self, depth: int, accepted: int, committed: int) -> None:
+        """One round whose tree had `depth` levels, of which `accepted` were accepted.
+
+        committed: tokens it added; fewer than accepted + 1 where the text ended inside the path.
+        """
         self.rounds += 1
         self.plain_rounds += depth == 0
-        self.committed += accepted + 1
+        self.committed += committed
         while len(self._proposed) < depth:
             self._proposed.append(0)
             self._accepted.append(0)

@@ -20,8 +20,9 @@ Floats = NDArray[Any]
 class TargetOutput:
     """What one target call said; arrays are views that the next call overwrites.
 
-    next_token: int64 [M], the argmax of each row asked for, -1 where its logits are NaN. logits: float32 [M,V], only when they
-    were asked for. features: [N,F] of all rows; None in a bundle without a draft.
+    next_token: int64 [M], the argmax of each row asked for, -1 where its logits are NaN. logits:
+    float32 [M,V], only when they were asked for. features: [N,F] of all rows; None in a bundle
+    without a draft.
     """
 
     next_token: Int64s
@@ -86,6 +87,10 @@ class TargetEngine:
     def keep(self, past: int, path: tuple[int, ...]) -> None:
         """Keeps root and accepted path of the last verified tree, contiguous from slot `past`."""
         self._cache.keep(past, (0, *path))
+
+    def clear(self, past: int = 0) -> None:
+        """Wipes every slot from `past` on: needed once numbers that are none may stand there."""
+        self._cache.clear(past)
 
     def _run(self, num_rows: int, picked: int, past: int, want_logits: bool) -> TargetOutput:
         self._past.view(1)[0] = past

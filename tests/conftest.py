@@ -42,3 +42,52 @@ def bundle(
 def engine(bundle: Bundle) -> Iterator[eagle3.Engine]:
     """The engine of `bundle`."""
     yield eagle3.load(bundle.root, threads=1)
+
+
+@pytest.fixture(scope="session")
+def small() -> Any:
+    """A tiny random Llama, vocabulary 16: sequences of three tokens can be enumerated."""
+    return tiny.tiny_model("llama", vocab_size=16, num_layers=3, scale=0.5)
+
+
+@pytest.fixture(scope="session")
+def small_folder(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_target(tmp_path_factory.mktemp("small"), small)
+
+
+@pytest.fixture(scope="session")
+def small_bundle(
+    small: Any, small_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bundle:
+    """`small` with a random head whose draft vocabulary is 8."""
+    folder = tmp_path_factory.mktemp("small_head")
+    head = tiny.save_head(folder, small, draft_vocab_size=8, aux_layer_ids=(0, 1, 2))
+    return tiny.export_tiny(small_folder, head, tmp_path_factory.mktemp("bundles") / "small")
+
+
+@pytest.fixture(scope="session")
+def small_engine(small_bundle: Bundle) -> Iterator[eagle3.Engine]:
+    """The engine of `small_bundle`."""
+    yield eagle3.load(small_bundle.root, threads=1)
+
+
+@pytest.fixture(scope="session")
+def windowed() -> Any:
+    """A tiny random Mistral that attends to 16 tokens, vocabulary 32."""
+    return tiny.tiny_model("mistral", vocab_size=32, num_layers=3, scale=1.5, seed=3)
+
+
+@pytest.fixture(scope="session")
+def windowed_bundle(windowed: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """On the portable lowering; the head's vocabulary is whole, its trained context 16."""
+    folder = tmp_path_factory.mktemp("windowed")
+    target = tiny.save_target(folder / "target", windowed)
+    trained = {"aux_layer_ids": (0, 1, 2), "max_position_embeddings": 16}
+    head = tiny.save_head(folder / "head", windowed, **trained)
+    return tiny.export_tiny(target, head, folder / "bundle", tiny.tiny_plan(lowering="portable"))
+
+
+@pytest.fixture(scope="session")
+def windowed_engine(windowed_bundle: Bundle) -> Iterator[eagle3.Engine]:
+    """The engine of `windowed_bundle`."""
+    yield eagle3.load(windowed_bundle.root, threads=1)

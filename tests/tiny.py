@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eagle3.export.build import ExportRequest, export_bundle
 from eagle3.plans.plan import Plan, TreePlan
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
+from eagle3.runtime.text import _BYTE_ALPHABET
 
 HIDDEN = 32
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -31,6 +36,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "sliding_window_pattern": 3,
         "query_pre_attn_scalar": 8,
+        "tie_word_embeddings": True,
     },
     "phi3": {"pad_token_id": 0},
 }
@@ -187,3 +193,49 @@ def export_tiny(
         )
     )
     return bundle
+
+
+def edited_bundle(
+    bundle: Bundle, folder: Path, files: Mapping[str, bytes | None] | None = None, **manifest: Any
+) -> Bundle:
+    """A copy with other contents of some files (None: without it) and other manifest fields."""
+    shutil.copytree(bundle.root, folder)
+    for name, content in (files or {}).items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
+    fields = {"files": describe_files(folder), **manifest}
+    write_manifest(folder, replace(bundle.manifest, **fields))
+    return Bundle.open(folder)
+
+
+# Parts of characters of two, three and four bytes, so that a text cuts them in every way.
+BYTE_PIECES = [b"a", b" ", b"\xc3", b"\xa9", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"\x98\x80"]
+BYTE_PIECES += [b"\x80"]  # never right
+
+
+def byte_pieces(vocab_size: int) -> list[bytes]:
+    """The bytes of every token of `byte_tokenizer`, all different."""
+    pairs = [first + second for first in BYTE_PIECES for second in BYTE_PIECES]
+    return list(dict.fromkeys([*BYTE_PIECES, *pairs]))[:vocab_size]
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE without merges whose tokens are mostly parts of characters."""
+    letters = {byte: char for char, byte in _BYTE_ALPHABET.items()}
+    pieces = byte_pieces(vocab_size)
+    vocab = {"".join(letters[byte] for byte in piece): i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return tokenizer
+
+
+def jitter_vectors(model: Any, seed: int = 7) -> None:
+    """Random norms and biases: as they are made, ones and zeros, a graph without them passes."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.add_(0.2 * noise)

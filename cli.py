@@ -1,0 +1,404 @@
+"""The command line: parses and calls, nothing else. Heavy imports stand inside the commands.
+
+Results go to stdout, progress and statistics to stderr. An Eagle3Error is one line and exit 1,
+wrong usage exits 2, Ctrl-C 130 with what was generated still shown.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from eagle3 import __version__
+from eagle3.plans.plan import DTYPES, LOWERINGS, Plan, TreePlan
+from eagle3.runtime.errors import Eagle3Error, ExportError
+
+if TYPE_CHECKING:
+    from eagle3.export.build import ExportRequest
+    from eagle3.runtime.engine import Engine
+
+_EXPORTED_DRAFT_WEIGHTS = ("float32", "int8")  # the two of plans.DRAFT_WEIGHTS that export makes
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+Decorator = Callable[[Any], Any]
+
+
+class _Main(click.Group):
+    """Turns what may go wrong into a message and an exit code; a closed pipe is click's."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        try:
+            return super().invoke(ctx)
+        except Eagle3Error as error:
+            _note(f"error: {' '.join(str(error).split())}")
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            _note("")
+            ctx.exit(_INTERRUPTED)
+
+
+@click.group(
+    cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
+@click.version_option(__version__, prog_name="eagle3")
+def main() -> None:
+    """Compile an LLM with its EAGLE-3 draft into engines, and decode losslessly."""
+
+
+def _note(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _write(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+def _silent(text: str) -> None:
+    """Where --json keeps stdout for its object."""
+
+
+def _show(data: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    click.echo(json.dumps(data, indent=2) if as_json else "\n".join(lines))
+
+
+def _options(*options: Decorator) -> Decorator:
+    """Several options as one decorator, shown in this order."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _acceptance(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    from typing import get_args
+
+    from eagle3.runtime.sampling import Acceptance
+
+    if value is not None and value not in get_args(Acceptance):
+        raise click.BadParameter(f"'{value}' is not one of {', '.join(get_args(Acceptance))}")
+    return value
+
+
+def _logit_bias(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float] | None:
+    try:
+        pairs = [value.split("=", 1) for value in values]
+        return {int(token): float(bias) for token, bias in pairs} or None
+    except ValueError:
+        raise click.BadParameter(f"{', '.join(values)}: give ID=VALUE, as in 42=-100") from None
+
+
+def _aux_layers(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    try:
+        return None if value is None else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"'{value}': give layer numbers, as in 2,15,27") from None
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+_engine_options = _options(
+    click.option("--threads", type=int, help="Of each engine; default: the cores it may use."),
+    click.option("--device", default="cpu", help="Where the engines run."),
+)
+# Without a default: what is not given is not passed on, so the engine's own defaults hold.
+_request_options = _options(
+    click.option("--max-new-tokens", type=int, help="Longest answer."),
+    click.option("--temperature", type=float, help="0, the default, is greedy."),
+    click.option("--top-k", type=int, help="Sample from the k most likely tokens."),
+    click.option("--top-p", type=float, help="Sample from the smallest set of this mass."),
+    click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest."),
+    click.option("--repetition-penalty", type=float, help="Divides logits of tokens seen."),
+    click.option("--presence-penalty", type=float, help="Subtracted once a token was generated."),
+    click.option("--frequency-penalty", type=float, help="Subtracted for each time it was."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=VALUE",
+        callback=_logit_bias,
+        help="Added to a token's logit; repeatable.",
+    ),
+    click.option("--seed", type=int, help="Of sampling."),
+    click.option(
+        "--acceptance",
+        callback=_acceptance,
+        metavar="rejection|coupled",
+        help="Rule when sampling; coupled: same seed, same text, with any drafter.",
+    ),
+    click.option("--stop", multiple=True, help="Text that ends the answer; repeatable."),
+    click.option("--no-draft", is_flag=True, help="Plain decoding: --drafter none."),
+    click.option("--drafter", metavar="NAME", help="One of the bundle's; see `eagle3 inspect`."),
+    click.option("--draft-top-k", type=int, help="Children of a node of the draft tree."),
+    click.option("--draft-depth", type=int, help="Levels of the draft tree."),
+    click.option("--num-draft-tokens", type=int, help="Draft tokens verified in a round."),
+)
+
+
+def _request(no_draft: bool, stop: tuple[str, ...], **flags: Any) -> dict[str, Any]:
+    """The options of `Engine.stream` that were given."""
+    if no_draft and flags.get("drafter") not in (None, "none"):
+        raise click.UsageError("--no-draft and --drafter exclude each other")
+    options = {name: value for name, value in flags.items() if value is not None}
+    if no_draft:
+        options["drafter"] = "none"
+    return {**options, "stop": stop} if stop else options
+
+
+def _load(bundle: str, threads: int | None, device: str = "cpu") -> Engine:
+    from eagle3.runtime.engine import load
+
+    return load(bundle, threads=threads, device=device)
+
+
+@main.command()
+@click.argument("bundle")
+@click.argument("prompt", required=False)
+@click.option("--raw", is_flag=True, help="The prompt as it is, without the chat template.")
+@click.option("--show-prompt", is_flag=True, help="Rendered prompt on stderr.")
+@click.option("--logprobs", type=int, metavar="N", help="With N alternatives a token (--json).")
+@click.option("--compare", is_flag=True, help="Run plain decoding too; exit 1 if tokens differ.")
+@_json
+@_request_options
+@_engine_options
+def run(
+    bundle: str,
+    prompt: str | None,
+    raw: bool,
+    show_prompt: bool,
+    compare: bool,
+    as_json: bool,
+    threads: int | None,
+    device: str,
+    **flags: Any,
+) -> None:
+    """Answer PROMPT, or what stands on stdin, in a stream."""
+    from eagle3.runtime.console import stdin_text
+
+    options = {**_request(**flags), "chat": not raw}
+    text = stdin_text(_note) if prompt is None else prompt
+    engine = _load(bundle, threads, device)
+    if show_prompt:
+        _note(text if raw else engine.render(text))
+    if compare:
+        _compare(engine, text, as_json, options)
+    else:
+        _answer(engine, text, as_json, options)
+
+
+def _answer(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]) -> None:
+    from eagle3.runtime.console import answer, stats_lines
+
+    result = answer(engine, prompt, _silent if as_json else _write, **options)
+    _show(result.to_json(), [""], as_json)
+    for line in stats_lines(result):
+        _note(line)
+    if result.finish_reason == "cancelled":
+        raise KeyboardInterrupt
+
+
+def _compare(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]) -> None:
+    from eagle3.runtime import console
+
+    comparison = console.compare(engine, prompt, _silent if as_json else _write, **options)
+    if comparison.cancelled:
+        raise KeyboardInterrupt
+    _show(comparison.to_json(), ["", "", *comparison.lines()], as_json)
+    for line in console.warnings(comparison.drafted.stats):
+        _note(line)
+    if comparison.failed:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.argument("bundle")
+@click.option("--system", help="System message that opens the conversation.")
+@_request_options
+@_engine_options
+def chat(bundle: str, system: str | None, threads: int | None, device: str, **flags: Any) -> None:
+    """Talk; /reset forgets, /exit ends, Ctrl-C stops an answer."""
+    from eagle3.runtime.console import typed_lines
+    from eagle3.runtime.conversation import Conversation, converse
+
+    options = _request(**flags)
+    talk = Conversation(_load(bundle, threads, device), _note, system, **options)
+    converse(talk, typed_lines(_note), _write, _note)
+
+
+@main.command()
+@click.argument("bundle")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="Text, a prompt a line, or .jsonl with `prompt` or `turns`; default: built in.",
+)
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first so many.")
+@click.option("--max-new-tokens", type=int, help="Of each answer.")
+@_json
+@_engine_options
+def verify(
+    bundle: str,
+    prompts: Path | None,
+    num_prompts: int | None,
+    max_new_tokens: int | None,
+    as_json: bool,
+    threads: int | None,
+    device: str,
+) -> None:
+    """Check that no drafter of BUNDLE changes the target's text; exit 1 if one does."""
+    from eagle3.runtime import verify as checks
+    from eagle3.runtime.prompts import PROMPTS, load_prompts
+
+    texts = PROMPTS if prompts is None else load_prompts(prompts)
+    limit = checks.MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    engine = _load(bundle, threads, device)
+    report = checks.verify(engine, texts[:num_prompts], limit, report=_note)
+    _show(report.to_json(), report.lines(), as_json)
+    if not report.passed:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.argument("bundle")
+@click.option("--hashes", is_flag=True, help="Read every file and compare its SHA-256.")
+@_json
+def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
+    """Say what is inside BUNDLE."""
+    from eagle3.runtime.bundle import Bundle
+    from eagle3.runtime.describe import describe, description_lines
+
+    opened = Bundle.open(bundle)
+    if hashes:
+        opened.verify_hashes()
+        _note("every file has the SHA-256 that the manifest names")
+    _show(describe(opened), description_lines(opened), as_json)
+
+
+@main.command()
+@_json
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run and what is missing; exit 1 if nothing can run."""
+    from eagle3.runtime.doctor import diagnose
+
+    found = diagnose()
+    _show(found.to_json(), found.lines(), as_json)
+    if not found.can_run:
+        raise SystemExit(1)
+
+
+_PLAN = Plan()
+
+
+@main.command()
+@click.option("--target", required=True, help="Hugging Face id, folder, or .gguf file.")
+@click.option("--draft", required=True, help="Folder or id of an EAGLE-3 head, or 'none'.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
+@click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
+@click.option("--dtype", type=click.Choice(DTYPES), default=_PLAN.dtype, help="Of the target.")
+@click.option(
+    "--draft-weights",
+    type=click.Choice(_EXPORTED_DRAFT_WEIGHTS),
+    default=_PLAN.draft_weights,
+    help="int8 is faster and accepts a little less; the output stays exact.",
+)
+@click.option("--max-seq-len", default=_PLAN.max_seq_len, help="Prompt and answer, in tokens.")
+@click.option("--prefill-chunk", default=_PLAN.prefill_chunk, help="Prompt tokens in one call.")
+@click.option("--max-draft-tokens", default=_PLAN.max_draft_tokens, help="Of any request's tree.")
+@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the default tree.")
+@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of the default tree.")
+@click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
+@click.option(
+    "--aux-layers",
+    callback=_aux_layers,
+    metavar="L,M,H",
+    help="Fused layers as hidden_states indices, where the head's config does not name them.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
+@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+@click.pass_context
+def export(ctx: click.Context, /, **_: Any) -> None:
+    """Compile a target and its EAGLE-3 head into a bundle, and check it against PyTorch."""
+    build = _import_export()
+    from eagle3.runtime.describe import export_lines
+
+    bundle, check = build.export_bundle(_export_request(ctx), report=_note)
+    click.echo("\n".join(export_lines(bundle)))
+    for warning in check.warnings:
+        click.echo(f"warning: {warning}")
+
+
+def _import_export() -> Any:
+    """The module `eagle3.export.build`, quiet where nobody watches."""
+    try:
+        from transformers.utils import logging
+
+        if not sys.stderr.isatty():
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
+        from eagle3.export import build
+    except ImportError as error:
+        raise ExportError(
+            f"export needs torch and transformers: pip install 'eagle3[export]' ({error})"
+        ) from error
+    return build
+
+
+def _export_request(ctx: click.Context) -> ExportRequest:
+    from eagle3.export.build import ExportRequest
+
+    flags = ctx.params
+    return ExportRequest(
+        target=flags["target"],
+        draft=None if flags["draft"] == "none" else flags["draft"],
+        output=flags["output"],
+        plan=_plan(flags),
+        aux_layer_ids=flags["aux_layers"],
+        trust_remote_code=flags["trust_remote_code"],
+        force=flags["force"],
+        command=_command(ctx),
+    )
+
+
+def _plan(flags: dict[str, Any]) -> Plan:
+    names = ("draft_top_k", "draft_depth", "num_draft_tokens")
+    same = ("lowering", "dtype", "draft_weights", "max_seq_len", "prefill_chunk")
+    return Plan(
+        **{name: flags[name] for name in same},
+        max_draft_tokens=flags["max_draft_tokens"],
+        tree=TreePlan(**{name: flags[name] for name in names}),
+        # ONNX Runtime's CPU provider has no bfloat16.
+        backend="ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend,
+    )
+
+
+def _command(ctx: click.Context) -> str:
+    """The command line that makes this bundle again; absolute paths are cut to their last name."""
+    words = ["eagle3", "export"]
+    for option in ctx.command.params:
+        value = ctx.params[option.name or ""]
+        if value in (None, option.get_default(ctx)) or option.name == "force":
+            continue
+        words.append(option.opts[-1])
+        if option.name in ("target", "draft", "output") and Path(value).is_absolute():
+            value = Path(value).name
+        if value is not True:
+            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return shlex.join(words)
+
+
+if __name__ == "__main__":
+    main()

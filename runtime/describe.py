@@ -1,0 +1,180 @@
+"""What is inside a bundle, as data and in words: `eagle3 inspect`. Reads only its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from eagle3.plans.plan import TreePlan
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.manifest import Convention, DraftInfo
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE head"}
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The manifest's facts as a JSON object, with sizes and caches worked out in bytes."""
+    manifest = bundle.manifest
+    data = manifest.to_json()
+    return {
+        "path": str(bundle.root),
+        "size_bytes": size_bytes(bundle),
+        "created_by": data["created_by"],
+        "command": data["command"],
+        "target": data["target"],
+        "draft": data["draft"],
+        "plan": data["plan"],
+        "engines": engine_bytes(bundle),
+        "caches": cache_bytes(bundle),
+        "tokenizer": data["tokenizer"],
+        "generation": data["generation"],
+        "self_check": data["self_check"],
+        "files": data["files"],
+    }
+
+
+def description_lines(bundle: Bundle) -> list[str]:
+    """The same in words, one fact a line."""
+    manifest = bundle.manifest
+    rows = [
+        ("bundle", _size_text(bundle)),
+        ("target", _target_text(bundle)),
+        *_draft_rows(manifest.draft),
+        ("plan", _plan_text(bundle)),
+        ("tree", tree_text(manifest.plan.tree)),
+        *(("engine", f"{name}: {as_text(n)}") for name, n in engine_bytes(bundle).items()),
+        *(("cache", f"{name}: {as_text(n)}") for name, n in cache_bytes(bundle).items()),
+        ("tokenizer", _tokenizer_text(bundle)),
+        *self_check_rows(bundle),
+        ("made by", ", ".join(f"{k} {v}" for k, v in manifest.created_by.items())),
+        ("command", manifest.command),
+    ]
+    return _aligned(rows)
+
+
+def export_lines(bundle: Bundle) -> list[str]:
+    """What an export ends with: where, how large, and what was measured."""
+    return _aligned([("bundle", _size_text(bundle)), *self_check_rows(bundle)])
+
+
+def size_bytes(bundle: Bundle) -> int:
+    """Of all files that the manifest lists."""
+    return sum(info.size for info in bundle.manifest.files.values())
+
+
+def engine_bytes(bundle: Bundle) -> dict[str, int]:
+    """Graph and weights of each engine; weights that two share count for the one they lie with."""
+    files = bundle.manifest.files
+    return {
+        name: sum(info.size for file, info in files.items() if file.startswith(engine.file))
+        for name, engine in bundle.manifest.engines.items()
+    }
+
+
+def cache_bytes(bundle: Bundle) -> dict[str, int]:
+    """Keys and values of every layer, for one sequence of max_seq_len tokens."""
+    plan, target, draft = bundle.manifest.plan, bundle.manifest.target, bundle.manifest.draft
+    item = 2 * ITEM_BYTES[plan.dtype]
+    caches = {
+        "target": item
+        * target.num_layers
+        * target.num_kv_heads
+        * target.head_dim
+        * plan.max_seq_len
+    }
+    if draft is not None:
+        caches["draft"] = item * draft.num_kv_heads * draft.head_dim * plan.draft_capacity
+    return caches
+
+
+def tree_text(tree: TreePlan) -> str:
+    """A tree plan in words."""
+    if tree.draft_top_k == 1:
+        return f"a chain of {tree.depth_in_use} draft tokens a round"
+    return (
+        f"dynamic: top {tree.draft_top_k} a node, {tree.draft_depth} levels, the best"
+        f" {tree.num_draft_tokens} tokens are verified"
+    )
+
+
+def as_text(size: int) -> str:
+    """Bytes with a unit, as file managers show them (1 MB = 10^6 bytes)."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
+    """What export measured against PyTorch, and the acceptance of the first draft token."""
+    draft = bundle.manifest.draft
+    for name, check in (
+        ("target", bundle.manifest.self_check),
+        ("draft", draft.checks if draft is not None else {}),
+    ):
+        if "skipped" in check:
+            yield "self-check", f"{name} was not compared with PyTorch: {check['skipped']}"
+        if "relative_errors" in check:
+            yield "self-check", f"{name} against PyTorch: {_errors_text(check)}"
+        if "first_position_acceptance" in check:
+            share = check["first_position_acceptance"]
+            yield "self-check", f"first draft token accepted: {share:.1%} of the time, greedy"
+
+
+def _errors_text(check: Mapping[str, Any]) -> str:
+    errors = ", ".join(f"{name} {value:.1e}" for name, value in check["relative_errors"].items())
+    return f"relative errors {errors} (tolerance {check.get('tolerance', float('nan')):.0e})"
+
+
+def _size_text(bundle: Bundle) -> str:
+    return f"{bundle.root}: {as_text(size_bytes(bundle))} in {len(bundle.manifest.files)} files"
+
+
+def _target_text(bundle: Bundle) -> str:
+    target = bundle.manifest.target
+    return (
+        f"{target.architecture} from {target.source}: {target.num_layers} layers, hidden size"
+        f" {target.hidden_size}, vocabulary {target.vocab_size}"
+    )
+
+
+def _draft_rows(draft: DraftInfo | None) -> Iterator[tuple[str, str]]:
+    if draft is None:
+        yield "draft", "none: plain decoding only"
+        return
+    method = _METHODS.get(draft.method, draft.method)
+    yield "draft", f"{method} ({draft.dialect}), draft vocabulary {draft.draft_vocab_size}"
+    for name, convention in draft.conventions.items():
+        yield "", f"{name} = {_value_text(convention)} (from: {convention.source})"
+
+
+def _value_text(convention: Convention) -> str:
+    value = convention.value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _plan_text(bundle: Bundle) -> str:
+    plan = bundle.manifest.plan
+    draft = f", draft weights {plan.draft_weights}" if bundle.manifest.draft else ""
+    return (
+        f"{plan.dtype}{draft}, {plan.lowering} lowering for {plan.backend}; context"
+        f" {plan.max_seq_len} tokens, prefill {plan.prefill_chunk} at a time, trees up to"
+        f" {plan.max_draft_tokens} tokens"
+    )
+
+
+def _tokenizer_text(bundle: Bundle) -> str:
+    info = bundle.manifest.tokenizer
+    template = "with a chat template" if info.chat_template else "no chat template: use --raw"
+    eos = ", ".join(map(str, bundle.manifest.generation.eos_token_ids)) or "none"
+    return f"{info.file}, {template}; ends at token {eos}"
+
+
+def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {text}" for name, text in rows]

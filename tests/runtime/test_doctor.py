@@ -1,0 +1,72 @@
+"""`doctor` on machines that lack things, by pretending."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eagle3.runtime import doctor, session
+from eagle3.runtime.errors import EngineMissing
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, packages: set[str], gpu: str | None = None) -> None:
+    """Only `packages` are installed; the GPU is as said."""
+    monkeypatch.setattr(doctor, "installed", lambda name: "1.0" if name in packages else None)
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: gpu)
+
+    def import_onnxruntime() -> Any:
+        if not packages & {"onnxruntime", "onnxruntime-gpu"}:
+            raise EngineMissing("no engine package is installed: pip install 'eagle3[cpu]'")
+        return SimpleNamespace(get_available_providers=lambda: ["CPUExecutionProvider"])
+
+    monkeypatch.setattr(session, "import_onnxruntime", import_onnxruntime)
+
+
+def advice(found: doctor.Diagnosis, name: str) -> str:
+    return next(each.advice or "" for each in found.findings if each.name == name)
+
+
+def test_this_machine_can_run_and_export() -> None:
+    found = doctor.diagnose()
+    assert found.can_run and found.can_export
+    assert found.lines()[-1] == "this machine can run bundles and export"
+
+
+def test_without_an_engine_package_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"numpy"})
+    found = doctor.diagnose()
+    assert not found.can_run and not found.can_export
+    assert "eagle3[cpu]" in advice(found, "onnxruntime")
+    assert "eagle3[export]" in advice(found, "export")
+    assert "neither" in found.conclusion
+
+
+def test_a_runtime_only_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"numpy", "onnxruntime"})
+    found = doctor.diagnose()
+    assert found.can_run and not found.can_export
+    assert found.conclusion == "this machine can run bundles"
+
+
+def test_both_onnxruntimes_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"onnxruntime", "onnxruntime-gpu"})
+    assert "overwrite each other" in advice(doctor.diagnose(), "onnxruntime")
+
+
+def test_an_unused_gpu_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"onnxruntime"}, gpu="NVIDIA H200, 143771 MiB, 570.1")
+    found = doctor.diagnose()
+    assert "eagle3[gpu]" in advice(found, "gpu")
+    assert any("H200" in line for line in found.lines())
+
+
+def test_a_tensorrt_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"onnxruntime", "tensorrt"})
+    assert any("tensorrt 1.0" in line for line in doctor.diagnose().lines())
+
+
+def test_json_has_the_findings() -> None:
+    data = doctor.diagnose().to_json()
+    assert {each["name"] for each in data["findings"]} >= {"python", "onnxruntime", "gpu", "cores"}

@@ -1,0 +1,154 @@
+"""What the engines sample, against the enumerated distribution of all texts of three tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+import eagle3
+from eagle3.runtime import accept, rules
+from eagle3.runtime.accept import Accepted
+from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+
+PROMPT = [11, 5]  # here the head's candidates are likely: wrong arithmetic shows soonest
+LENGTH = 3
+EOS = 1
+NUM_SAMPLES = 5000
+TREE = {"draft_top_k": 3, "draft_depth": 2, "num_draft_tokens": 6}
+SAMPLED_CHAIN = {"draft_top_k": 1, "draft_depth": 2, "num_draft_tokens": 2}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "tree": {**TREE, "temperature": 1.0, "top_k": 5},
+    "tree_cold": {**TREE, "temperature": 0.7, "top_p": 0.8},
+    "chain": {**SAMPLED_CHAIN, "temperature": 0.7, "repetition_penalty": 1.3, "min_p": 0.05},
+    "coupled": {**TREE, "temperature": 1.0, "top_p": 0.8, "acceptance": "coupled"},
+    "coupled_cold": {**TREE, "temperature": 0.7, "top_k": 5, "acceptance": "coupled"},
+}
+
+
+def warped(logits: np.ndarray, text: list[int], options: dict[str, Any]) -> np.ndarray:
+    """p [V] float64 as method section 4 says it, written a second time and plainly."""
+    penalty = options.get("repetition_penalty", 1.0)
+    logits = logits.copy()
+    for token in set(text):
+        logits[token] *= penalty if logits[token] < 0 else 1 / penalty
+    logits /= options["temperature"]
+    order = np.argsort(-logits)
+    p = np.exp(logits - logits.max())
+    if "top_k" in options:
+        p[order[options["top_k"] :]] = 0
+    p /= p.sum()
+    if "top_p" in options:
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= options["top_p"]]] = 0
+        p /= p.sum()
+    p[p < options.get("min_p", 0.0) * p.max()] = 0
+    return p / p.sum()
+
+
+def enumerated(model: Any, options: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Probability of every text of LENGTH tokens, or fewer that end with EOS."""
+    found: dict[tuple[int, ...], float] = {}
+    open_texts = {(): 1.0}
+    for _ in range(LENGTH):
+        ids = torch.tensor([[*PROMPT, *text] for text in open_texts])
+        logits = model(input_ids=ids, use_cache=False).logits[:, -1].double().numpy()
+        longer = {}
+        for (text, mass), row in zip(open_texts.items(), logits, strict=True):
+            for token, p in enumerate(warped(row, [*PROMPT, *text], options)):
+                if p > 0:
+                    (found if token == EOS else longer)[(*text, token)] = mass * p
+        open_texts = longer
+    return {**found, **open_texts}
+
+
+def p_value(model: Any, engine: eagle3.Engine, options: dict[str, Any], num_samples: int) -> float:
+    """Of the chi-square test; texts expected fewer than 5 times are counted as one."""
+    expected = enumerated(model, options)
+    assert sum(expected.values()) == pytest.approx(1)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(num_samples):
+        result = engine.generate(PROMPT, max_new_tokens=LENGTH, seed=seed, **options)
+        counts[tuple(result.token_ids)] += 1
+    assert counts.keys() <= expected.keys(), "a text that the target never writes"
+    large = [text for text, p in expected.items() if p * num_samples >= 5]
+    rest = 1 - sum(expected[text] for text in large)
+    cells = [(counts[text], expected[text] * num_samples) for text in large]
+    if rest > 1e-9:
+        in_large = sum(counts[text] for text in large)
+        cells.append((num_samples - in_large, rest * num_samples))
+    observed, wanted = np.array(cells).T
+    assert len(cells) > 20
+    return float(chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_texts_have_the_targets_distribution(
+    small: Any, small_engine: eagle3.Engine, name: str
+) -> None:
+    assert p_value(small, small_engine, CONFIGURATIONS[name], NUM_SAMPLES) > 0.001
+
+
+def _softmax_q_for_candidates(tree: Any, target_p: Any, rng: Any) -> Accepted:
+    """The classic error: top-k candidates judged as if they had been sampled."""
+    uniform = np.full(16, 1 / 16, np.float32)
+    wrong = type(tree)(tree.tokens, tree.parents, dict.fromkeys(range(tree.num_nodes), uniform))
+    return accept.accept_rejection(wrong, target_p, rng)
+
+
+def _no_residual(p: Any, *_: Any) -> Any:
+    """After a rejection, p once more in place of norm(max(0, p - q))."""
+    return p
+
+
+def _not_renormalised(tree: Any, node: int, p: Any, rng: np.random.Generator) -> Any:
+    """The second child is tried with p(x), not with what p(x) is once the first was refused."""
+    rest = p.copy()
+    for child in tree.children(node):
+        token = tree.token_list[child]
+        if rng.random() < p[token]:
+            return accept._Step(child)
+        rest[token] = 0
+    return accept._Step(None, rest)
+
+
+BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "softmax_q": (
+        "tree",
+        lambda patch: patch.setattr(rules, "accept_rejection", _softmax_q_for_candidates),
+    ),
+    "not_renormalised": (
+        "tree",
+        lambda patch: patch.setattr(accept, "_try_candidates", _not_renormalised),
+    ),
+    "no_residual": ("chain", lambda patch: patch.setattr(accept, "_residual", _no_residual)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_test_can_fail(
+    small: Any, small_engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    configuration, break_it = BREAKS[name]
+    break_it(monkeypatch)
+    assert p_value(small, small_engine, CONFIGURATIONS[configuration], 2500) < 1e-6
+
+
+def test_the_draft_of_the_chain_is_sampled(
+    small_engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise `chain` would test what `tree` does."""
+    drawn = []
+    draw = Eagle3Drafter._draw
+    monkeypatch.setattr(
+        Eagle3Drafter, "_draw", lambda *args: drawn.append(draw(*args)) or drawn[-1]
+    )
+    small_engine.generate(PROMPT, max_new_tokens=20, **CONFIGURATIONS["chain"])
+    assert len({token for token, _ in drawn}) > 1

@@ -1,0 +1,88 @@
+"""The tree that EAGLE-3 proposes, against the method written plainly over the head in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import eagle3
+from eagle3.export.check import _DraftPath
+from eagle3.export.head_config import TargetFacts, read_head
+from eagle3.export.head_graph import build_head
+from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+from eagle3.runtime.tree import Tree
+
+Path_ = tuple[int, ...]
+AUX_LAYERS = (2, 4, 5)
+PROMPT = list(range(5, 30))  # longer than a prefill chunk
+
+
+@pytest.fixture(scope="module")
+def head(llama: Any, head_folder: Path) -> Iterator[Any]:
+    """The head of `bundle`, and the module that computes it."""
+    facts = TargetFacts(hidden_size=32, vocab_size=64, num_layers=llama.config.num_hidden_layers)
+    found = read_head(str(head_folder), facts, None)
+    assert found.config.aux_layer_ids == AUX_LAYERS
+    yield found, build_head(found, torch.float32)
+
+
+def reference_paths(head: Any, llama: Any, text: list[int], tree: Any) -> dict[Path_, float]:
+    """The kept paths under the last token of `text` -> log of the product of q (EAGLE-2)."""
+    found, module = head
+    with torch.no_grad():
+        out = llama(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+    features = torch.cat([out.hidden_states[i] for i in AUX_LAYERS], -1)[0].numpy()
+    reference: Any = SimpleNamespace(
+        features=features, tokens=np.array(text), target=SimpleNamespace(model=llama)
+    )
+    draft = _DraftPath(module, reference, len(text) - 1)
+    values: dict[Path_, float] = {}
+    frontier: dict[Path_, float] = {(): 0.0}
+    for _ in range(tree.draft_depth):
+        level: dict[Path_, float] = {}
+        for path, value in frontier.items():
+            logits = torch.from_numpy(draft.logits(path))
+            best = logits.log_softmax(-1).topk(tree.draft_top_k)
+            for log_q, draft_id in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                level[(*path, int(found.target_ids[draft_id]))] = value + log_q
+        values |= level
+        frontier = dict(sorted(level.items(), key=lambda each: -each[1])[: tree.draft_top_k])
+    return dict(sorted(values.items(), key=lambda each: -each[1])[: tree.num_draft_tokens])
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 4), (3, 3, 6), (4, 4, 10), (3, 5, 30)])
+def test_the_tree_is_the_one_of_the_method(
+    engine: eagle3.Engine, llama: Any, head: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any
+) -> None:
+    """Rows, positions, masks, feedback and vocabulary of every level, in rounds after rounds."""
+    proposed: list[tuple[DraftRequest, Tree]] = []
+    propose = Eagle3Drafter.propose
+
+    def recorded(self: Eagle3Drafter, request: DraftRequest) -> Tree:
+        tree = propose(self, request)
+        proposed.append((request, tree))
+        return tree
+
+    monkeypatch.setattr(Eagle3Drafter, "propose", recorded)
+    options = dict(zip(("draft_top_k", "draft_depth", "num_draft_tokens"), sizes, strict=True))
+    text, chunks = list(PROMPT), []
+    for chunk in engine.stream(PROMPT, max_new_tokens=24, logit_bias={1: -100.0}, **options):
+        chunks.append(chunk.token_ids)
+    for (request, tree), committed in list(zip(proposed, chunks, strict=False))[:10]:
+        text += committed
+        assert request.root == text[-1]
+        expected = reference_paths(head, llama, text, request.tree)
+        paths = {tuple(tree.path_tokens(node)) for node in range(1, tree.num_nodes)}
+        if paths != expected.keys():
+            # Only a tie may be decided the other way.
+            edge = min(expected.values())
+            assert all(expected[path] - edge < 1e-4 for path in expected.keys() - paths)
+        assert len(paths) == len(expected)
+    assert len(proposed) > 5
