@@ -39,7 +39,7 @@ $(TARGET): .venv/installed demo/fetch_target.py
 # int8 weights and this tree: measured, see docs/decisions.md.
 $(BUNDLE)/manifest.json: $(TARGET) $(wildcard demo/head/*) $(wildcard export/*.py) plans/plan.py
 	$(BIN)/eagle3 export --target $(TARGET) --draft demo/head -o $(BUNDLE) --force \
-		--draft-weights int8 --draft-top-k 4 --draft-depth 4 --num-draft-tokens 8
+		--draft-weights int8 --draft-top-k 3 --draft-depth 3 --num-draft-tokens 5
 
 clean:
 	rm -rf .venv .venv-runtime demo/cache $(BUNDLE) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

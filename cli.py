@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eagle3 import __version__
-from eagle3.plans.plan import DTYPES, LOWERINGS, Plan, TreePlan
+from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.runtime.errors import Eagle3Error, ExportError
 
 if TYPE_CHECKING:
     from eagle3.export.build import ExportRequest
     from eagle3.runtime.engine import Engine
 
-_EXPORTED_DRAFT_WEIGHTS = ("float32", "int8")  # the two of plans.DRAFT_WEIGHTS that export makes
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 Decorator = Callable[[Any], Any]
@@ -311,9 +310,9 @@ _PLAN = Plan()
 @click.option("--dtype", type=click.Choice(DTYPES), default=_PLAN.dtype, help="Of the target.")
 @click.option(
     "--draft-weights",
-    type=click.Choice(_EXPORTED_DRAFT_WEIGHTS),
+    type=click.Choice(DRAFT_WEIGHTS),
     default=_PLAN.draft_weights,
-    help="int8 is faster and accepts a little less; the output stays exact.",
+    help="As --dtype, or int8: faster, accepts a little less; the output stays exact.",
 )
 @click.option("--max-seq-len", default=_PLAN.max_seq_len, help="Prompt and answer, in tokens.")
 @click.option("--prefill-chunk", default=_PLAN.prefill_chunk, help="Prompt tokens in one call.")

@@ -12,7 +12,7 @@ from typing import Any
 from eagle3.runtime.errors import PlanError
 
 DTYPES = ("float32", "float16", "bfloat16")
-DRAFT_WEIGHTS = ("float32", "float16", "bfloat16", "int8")
+DRAFT_WEIGHTS = ("same", "int8")
 LOWERINGS = ("ort", "portable")
 BACKENDS = ("ort-cpu", "ort-cuda")
 
@@ -86,8 +86,8 @@ class Plan:
     """The tree a request gets when it does not ask for another."""
     dtype: str = "float32"
     """Target weights and activations, and both caches."""
-    draft_weights: str = "float32"
-    """How the draft head's matrices are stored."""
+    draft_weights: str = "same"
+    """How the draft head's matrices are stored: as `dtype` says, or as int8 with scales."""
     lowering: str = "ort"
     """How attention is expressed in the graphs."""
     backend: str = "ort-cpu"
@@ -201,6 +201,5 @@ def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
 
 def _check_precision(plan: Plan) -> None:
     # ONNX Runtime's CPU provider has no bfloat16 MatMul: such a graph fails to load.
-    if plan.backend == "ort-cpu" and "bfloat16" in (plan.dtype, plan.draft_weights):
-        name = "dtype" if plan.dtype == "bfloat16" else "draft_weights"
-        raise PlanError(f"{name} is bfloat16, which backend ort-cpu cannot run: choose float32")
+    if plan.backend == "ort-cpu" and plan.dtype == "bfloat16":
+        raise PlanError("dtype is bfloat16, which backend ort-cpu cannot run: choose float32")

@@ -160,7 +160,8 @@ def _value_text(convention: Convention) -> str:
 
 def _plan_text(bundle: Bundle) -> str:
     plan = bundle.manifest.plan
-    draft = f", draft weights {plan.draft_weights}" if bundle.manifest.draft else ""
+    stored = "as the target's" if plan.draft_weights == "same" else plan.draft_weights
+    draft = f", draft weights {stored}" if bundle.manifest.draft else ""
     return (
         f"{plan.dtype}{draft}, {plan.lowering} lowering for {plan.backend}; context"
         f" {plan.max_seq_len} tokens, prefill {plan.prefill_chunk} at a time, trees up to"

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 
 import eagle3
 from eagle3.runtime.bundle import Bundle
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """Matrices this small are far slower on more threads, most of all on a busy machine."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

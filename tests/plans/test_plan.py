@@ -14,7 +14,7 @@ def test_defaults_are_a_valid_plan() -> None:
     plan = Plan()
     assert (plan.max_seq_len, plan.prefill_chunk, plan.max_draft_tokens) == (2048, 128, 64)
     assert plan.tree == TreePlan(draft_top_k=1, draft_depth=3, num_draft_tokens=3)
-    assert (plan.dtype, plan.draft_weights) == ("float32", "float32")
+    assert (plan.dtype, plan.draft_weights) == ("float32", "same")
     assert (plan.lowering, plan.backend) == ("ort", "ort-cpu")
 
 

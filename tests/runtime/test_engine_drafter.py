@@ -57,7 +57,7 @@ def reference_paths(head: Any, llama: Any, text: list[int], tree: Any) -> dict[P
     return dict(sorted(values.items(), key=lambda each: -each[1])[: tree.num_draft_tokens])
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 4), (3, 3, 6), (4, 4, 10), (3, 5, 30)])
+@pytest.mark.parametrize("sizes", [(1, 4, 4), (3, 3, 6), (3, 5, 30)])
 def test_the_tree_is_the_one_of_the_method(
     engine: eagle3.Engine, llama: Any, head: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any
 ) -> None:
@@ -75,14 +75,12 @@ def test_the_tree_is_the_one_of_the_method(
     text, chunks = list(PROMPT), []
     for chunk in engine.stream(PROMPT, max_new_tokens=24, logit_bias={1: -100.0}, **options):
         chunks.append(chunk.token_ids)
-    for (request, tree), committed in list(zip(proposed, chunks, strict=False))[:10]:
+    for (request, tree), committed in list(zip(proposed, chunks, strict=False))[:4]:
         text += committed
         assert request.root == text[-1]
         expected = reference_paths(head, llama, text, request.tree)
-        paths = {tuple(tree.path_tokens(node)) for node in range(1, tree.num_nodes)}
-        if paths != expected.keys():
-            # Only a tie may be decided the other way.
-            edge = min(expected.values())
-            assert all(expected[path] - edge < 1e-4 for path in expected.keys() - paths)
-        assert len(paths) == len(expected)
+        paths = [tuple(tree.path_tokens(node)) for node in range(1, tree.num_nodes)]
+        assert set(paths) == expected.keys()
+        in_tree_order = [expected[path] for path in paths]
+        assert in_tree_order == pytest.approx(sorted(in_tree_order, reverse=True), abs=1e-4)
     assert len(proposed) > 5
