@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -342,10 +343,13 @@ def export(ctx: click.Context, /, **_: Any) -> None:
 
 def _import_export() -> Any:
     """The module `eagle3.export.build`, quiet where nobody watches."""
+    watched = sys.stderr.isatty()
+    if not watched:
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         from transformers.utils import logging
 
-        if not sys.stderr.isatty():
+        if not watched:
             logging.set_verbosity_error()
             logging.disable_progress_bar()
         from eagle3.export import build
