@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -59,6 +59,30 @@ class Chunk:
     result: Result | None = None
 
 
+class Options(TypedDict, total=False):
+    """The options of `Engine.stream`, where they are explained and have their defaults."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int
+    acceptance: Acceptance
+    stop: str | Sequence[str] | None
+    chat: bool
+    drafter: str | None
+    draft_top_k: int | None
+    draft_depth: int | None
+    num_draft_tokens: int | None
+    logprobs: int | bool | None
+    cancel: threading.Event | None
+
+
 @dataclass(frozen=True)
 class Request:
     """A request, validated."""
@@ -84,14 +108,14 @@ class Engine:
         self._threads = threads
         self._clock = Clock()
         self._plain_cost = PlainCost()
-        self._target = TargetEngine(bundle, threads, self._clock)
+        self.target = TargetEngine(bundle, threads, self._clock)
         self._drafters: dict[str, Drafter] = {}
         self._history = TokenHistory(manifest.target.vocab_size)
         self.tokenizer = load_tokenizer(bundle)
         self.chat_template = _chat_template(bundle)
         self._lock = threading.Lock()
         self._owner: int | None = None
-        self._drafter(self.default_drafter)
+        self.drafter(self.default_drafter)
 
     @property
     def drafters(self) -> list[str]:
@@ -102,7 +126,7 @@ class Engine:
     def default_drafter(self) -> str:
         return self.drafters[0]
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """The whole answer; options as in `stream`."""
         result = None
         for chunk in self.stream(prompt, **options):
@@ -183,9 +207,9 @@ class Engine:
         """Token ids of a prompt. Raises PromptTooLong, RequestError."""
         vocab_size = self.bundle.manifest.target.vocab_size
         ids = encode_prompt(prompt, self.tokenizer, self.chat_template, chat, vocab_size)
-        if len(ids) > self._target.capacity:
+        if len(ids) > self.target.capacity:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, the bundle's context is {self._target.capacity}"
+                f"the prompt has {len(ids)} tokens, the bundle's context is {self.target.capacity}"
                 "; shorten it, or export with a larger --max-seq-len"
             )
         return ids
@@ -196,7 +220,7 @@ class Engine:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _run(self, request: Request) -> Iterator[Chunk]:
-        with self._turn():
+        with self.turn():
             yield from self._chunks(request)
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
@@ -223,13 +247,13 @@ class Engine:
         yield _chunk(each, result) if texts else Chunk("", [], reason, logprobs, result)
 
     def _decoding(self, request: Request) -> Decoding:
-        capacity = self._target.capacity
+        capacity = self.target.capacity
         limit = min(request.max_new_tokens, capacity - len(request.prompt_ids))
         eos = self.bundle.manifest.generation.eos_token_ids
         by_time = request.params.greedy or request.params.acceptance == "coupled"
         return Decoding(
-            target=self._target,
-            drafter=self._drafter(request.drafter),
+            target=self.target,
+            drafter=self.drafter(request.drafter),
             rule=AcceptanceRule(request.params, self._history, request.num_logprobs),
             sequence=TokenSequence(limit, eos, TextStream(self.tokenizer, request.stop)),
             history=self._history,
@@ -240,10 +264,12 @@ class Engine:
             stats=StatsRecorder(),
         )
 
-    def _turn(self) -> _Turn:
+    def turn(self) -> _Turn:
+        """A context in which this thread has the engines for itself; requests wait."""
         return _Turn(self)
 
-    def _drafter(self, name: str) -> Drafter:
+    def drafter(self, name: str) -> Drafter:
+        """The drafter `name`, one of `drafters`; loaded when it is first asked for."""
         if name not in self._drafters:
             self._drafters[name] = build(name, self.bundle, self._threads, self._clock)
         return self._drafters[name]

@@ -104,9 +104,9 @@ def significant(checks: Sequence[RejectionCheck]) -> list[RejectionCheck]:
 def _propose(engine: Engine, name: str, plan: TreePlan, ids: Sequence[int]) -> _Proposal:
     """Prefills a context, lets the drafter propose behind it, and verifies: one round's start."""
     prompt = np.asarray(ids, np.int64)
-    target, params = engine._target, SamplingParams(temperature=TEMPERATURE)
-    drafter = engine._drafter(name)
-    with engine._turn():
+    target, params = engine.target, SamplingParams(temperature=TEMPERATURE)
+    drafter = engine.drafter(name)
+    with engine.turn():
         drafter.reset()
         for start in range(0, len(prompt), target.prefill_chunk):
             part = prompt[start : start + target.prefill_chunk]

@@ -79,7 +79,7 @@ class Itself(_Positions):
 
     def __init__(self, engine: eagle3.Engine) -> None:
         super().__init__()
-        self._target = engine._target
+        self._target = engine.target
 
     def observe(self, tokens: NDArray[np.int64], features: Any) -> None:
         for start in range(0, len(tokens), 8):

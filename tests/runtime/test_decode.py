@@ -46,7 +46,7 @@ def test_kept_slots_are_those_of_a_fresh_prefill(
     assert 1.5 < result.stats.acceptance_length < 6
     text = PROMPT + expected
     fresh.generate(text, max_new_tokens=1)
-    found, reference = (slots(each._target._cache, len(text) - 1) for each in (engine, fresh))
+    found, reference = (slots(each.target._cache, len(text) - 1) for each in (engine, fresh))
     np.testing.assert_allclose(found, reference, atol=1e-5, rtol=1e-5)
 
 
@@ -108,7 +108,7 @@ def test_branches_that_part_deep_down_do_not_see_each_other(
     fresh.generate(PROMPT + expected.token_ids, max_new_tokens=1)
     count = len(PROMPT) + 77
     np.testing.assert_allclose(
-        slots(engine._target._cache, count), slots(fresh._target._cache, count), atol=1e-5
+        slots(engine.target._cache, count), slots(fresh.target._cache, count), atol=1e-5
     )
 
 
@@ -154,7 +154,7 @@ def test_past_and_present_are_one_buffer_that_is_never_moved(
     )
     engine = eagle3.load(bundle.root, threads=1)
     engine.generate(PROMPT, max_new_tokens=30, drafter="eagle3")
-    caches = (engine._target._cache, engine._drafters["eagle3"]._engine._cache)  # type: ignore[attr-defined]
+    caches = (engine.target._cache, engine._drafters["eagle3"]._engine._cache)  # type: ignore[attr-defined]
     addresses = {block.ctypes.data for cache in caches for kind in cache.block for block in kind}
     found = set()
     for inputs, outputs in bound:
@@ -168,7 +168,7 @@ def test_past_and_present_are_one_buffer_that_is_never_moved(
     again = engine.generate(PROMPT, max_new_tokens=30, drafter="eagle3")
     assert len(bound) == num_bound, "the same request binds nothing new"
     assert again.stats.rounds > 0
-    assert np.abs(engine._target._cache.block[..., :48, :]).max() > 0, "written in place"
+    assert np.abs(engine.target._cache.block[..., :48, :]).max() > 0, "written in place"
 
 
 def test_bindings_are_bounded_by_the_plan(fresh: eagle3.Engine) -> None:
@@ -179,7 +179,7 @@ def test_bindings_are_bounded_by_the_plan(fresh: eagle3.Engine) -> None:
             fresh.generate(
                 PROMPT[: 5 + seed], max_new_tokens=60, temperature=1.0, seed=seed, **sizes
             )
-    sessions = (fresh._target._session, fresh._drafters["eagle3"]._engine._draft)  # type: ignore[attr-defined]
+    sessions = (fresh.target._session, fresh._drafters["eagle3"]._engine._draft)  # type: ignore[attr-defined]
     assert max(len(each._bindings) for each in sessions) < 80
 
 

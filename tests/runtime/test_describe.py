@@ -35,7 +35,7 @@ def test_sizes_are_those_on_disk(bundle: Bundle) -> None:
 
 def test_caches_are_those_the_engine_allocates(bundle: Bundle, engine: eagle3.Engine) -> None:
     caches = cache_bytes(bundle)
-    assert caches["target"] == engine._target._cache.block.nbytes
+    assert caches["target"] == engine.target._cache.block.nbytes
     drafter: Any = engine._drafters["eagle3"]
     assert caches["draft"] == drafter._engine._cache.block.nbytes
 

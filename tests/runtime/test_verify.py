@@ -118,7 +118,7 @@ def test_bonferroni_counts_the_tests() -> None:
 def test_noise_is_that_of_the_engine(
     engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verify_tree = engine._target.verify
+    verify_tree = engine.target.verify
 
     def noisy(tree: Tree, past: int, want_logits: bool) -> Any:
         output = verify_tree(tree, past, want_logits)
@@ -127,7 +127,7 @@ def test_noise_is_that_of_the_engine(
         return SimpleNamespace(logits=logits)
 
     assert measure_noise(engine, [3, 5, 7] * 20) < 1e-3
-    monkeypatch.setattr(engine._target, "verify", noisy)
+    monkeypatch.setattr(engine.target, "verify", noisy)
     assert measure_noise(engine, [3, 5, 7] * 20) > 0.01
 
 
