@@ -162,20 +162,29 @@ class _Nodes:
 def _group_query_attention(
     nodes: _Nodes, placeholder: ir.Node
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """`com.microsoft.GroupQueryAttention`: reads the used part of the cache, writes in place."""
+    """`com.microsoft.GroupQueryAttention`: reads the used part of the cache, writes in place.
+
+    A single row takes another kernel there than the same row among others and rounds differently.
+    Therefore a call of one row gets a second, whose output is dropped and whose slot, behind the
+    last one, the next call overwrites: then a row's bits do not depend on how wide its call was.
+    """
     q, k, v, past_k, past_v, past_len, total_len, bias = placeholder.inputs
     heads, kv_heads, head_dim = (
         placeholder.attributes[name].as_int() for name in ("heads", "kv_heads", "head_dim")
     )
+    assert q is not None and bias is not None
+    if not nodes.once:
+        _write_row_counts(nodes, q, past_len, total_len)
     flat = []
     for x in (q, k, v):
         by_row = nodes.add("Transpose", x, perm=[0, 2, 1, 3])
-        flat.append(nodes.add("Reshape", by_row, nodes.ints([0, 0, -1])))
-    if not nodes.once:
-        rows = nodes.add("Shape", q, start=2, end=3)
-        last_slot = nodes.add("Sub", nodes.add("Add", past_len, rows), nodes.ints([1]))
-        nodes.once["last_slot"] = nodes.add("Cast", last_slot, to=ir.DataType.INT32)
-        nodes.once["total_len"] = nodes.add("Cast", total_len, to=ir.DataType.INT32)
+        by_row = nodes.add("Reshape", by_row, nodes.ints([0, 0, -1]))
+        extra = nodes.add("Slice", by_row, nodes.ints([0]), nodes.once["extra"], nodes.ints([1]))
+        flat.append(nodes.add("Concat", by_row, extra, axis=1))
+    mask = f"bias {bias.name}"
+    if mask not in nodes.once:
+        sides = nodes.add("Concat", nodes.ints([0] * 6), *[nodes.once["extra"]] * 2, axis=0)
+        nodes.once[mask] = nodes.add("Pad", bias, sides)
     out, present_k, present_v = nodes.add(
         "com.microsoft::GroupQueryAttention",
         *flat,
@@ -186,14 +195,34 @@ def _group_query_attention(
         None,
         None,
         None,
-        bias,
+        nodes.once[mask],
         outputs=3,
         num_heads=heads,
         kv_num_heads=kv_heads,
         scale=placeholder.attributes["scale"].as_float(),
     )
-    by_head = nodes.add("Reshape", out, nodes.ints([0, 0, heads, head_dim]))
+    asked = nodes.add("Slice", out, nodes.ints([0]), nodes.once["rows"], nodes.ints([1]))
+    by_head = nodes.add("Reshape", asked, nodes.ints([0, 0, heads, head_dim]))
     return by_head, present_k, present_v
+
+
+def _write_row_counts(
+    nodes: _Nodes, q: ir.Value, past_len: ir.Value | None, total_len: ir.Value | None
+) -> None:
+    """What all layers share: rows N, extra rows (1 for one row of one sequence), last slot, length.
+
+    Several sequences get none: GroupQueryAttention takes them with one row each, or not at all.
+    """
+    nodes.once["rows"] = nodes.add("Shape", q, start=2, end=3)
+    calls = nodes.add("Mul", nodes.once["rows"], nodes.add("Shape", q, start=0, end=1))
+    single = nodes.add("Equal", calls, nodes.ints([1]))
+    nodes.once["extra"] = nodes.add("Cast", single, to=ir.DataType.INT64)
+    written = nodes.add("Add", nodes.once["rows"], nodes.once["extra"])
+    last_slot = nodes.add("Sub", nodes.add("Add", past_len, written), nodes.ints([1]))
+    nodes.once["last_slot"] = nodes.add("Cast", last_slot, to=ir.DataType.INT32)
+    extra = nodes.add("Squeeze", nodes.once["extra"])
+    length = nodes.add("Add", total_len, extra)
+    nodes.once["total_len"] = nodes.add("Cast", length, to=ir.DataType.INT32)
 
 
 def _scatter_attention(nodes: _Nodes, placeholder: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:

@@ -148,7 +148,7 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
     lowering = LOWERINGS[plan.lowering]
     layers = parts.head.config.aux_layer_ids if parts.head else ()
     report(f"tracing {parts.target.architecture} ({plan.lowering} lowering)")
-    model = trace_target(parts.target, lowering, layers, plan.max_seq_len)
+    model = trace_target(parts.target, lowering, layers, plan.cache_capacity)
     store_for_matmul(model)
     embedding = _embedding(model)
     written = save(model, folder / "target.onnx")

@@ -109,6 +109,11 @@ class Plan:
         _check_precision(self)
 
     @property
+    def cache_capacity(self) -> int:
+        """Slots of the target's cache: one more than tokens, which a call of one row may spoil."""
+        return self.max_seq_len + 1
+
+    @property
     def max_draft_rows(self) -> int:
         """Tree rows the draft may run in one round, its cache's room behind the committed rows."""
         return _DRAFT_ROWS_PER_TOKEN * self.max_draft_tokens

@@ -32,6 +32,34 @@ class Accepted:
     token: int
 
 
+@dataclass(frozen=True)
+class Settled:
+    """An accepted path, up to the last token that plain decoding would have computed bit for bit.
+
+    path, token: as in `Accepted`. carried: accepted tokens behind `token`, to be verified again.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    carried: tuple[int, ...] = ()
+
+
+def settle(tree: Tree, accepted: Accepted) -> Settled:
+    """Cuts a path at the first node that does not stand right behind its parent.
+
+    Nodes 1, 2, 3 .. fill the slots that plain decoding fills, so their rows have the same bits. A
+    node behind a gap is chosen by such a row, but its own row sums over other slots and may round
+    otherwise: what that row chose is almost certain, so it is carried into the next round as a
+    chain in front of the tree, and committed by the row it gets there.
+    """
+    path = accepted.path
+    exact = next((i for i, node in enumerate(path) if node != i + 1), len(path))
+    if exact == len(path):
+        return Settled(path, accepted.token)
+    behind = [tree.token_list[node] for node in path[exact:]]
+    return Settled(path[:exact], behind[0], (*behind[1:], accepted.token))
+
+
 @dataclass(frozen=True, eq=False)
 class _Step:
     """What trying one node's children gave: a child, or what to draw from instead.

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
-from eagle3.runtime.accept import Accepted
+from eagle3.runtime.accept import Accepted, Settled, settle
 from eagle3.runtime.drafters import Drafter, DraftRequest, NoDrafter
 from eagle3.runtime.errors import EngineError
 from eagle3.runtime.pace import Pace
@@ -30,6 +30,19 @@ class Round:
 
     committed: Committed
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a round starts: `past` tokens are in the cache, the newest committed one is not.
+
+    carried: tokens that a round accepted behind it and this one verifies again (`settle`).
+    num_ahead: how many tokens the drafter has observed from position `past` on.
+    """
+
+    past: int
+    carried: tuple[int, ...] = ()
+    num_ahead: int = 0
 
 
 @dataclass
@@ -64,17 +77,16 @@ class Decoding:
         self.history.reset(prompt)
         if self.sequence.finish_reason is not None:
             return
-        past, root = len(prompt), 0
         start = time.perf_counter_ns()
         first = self._prefill(prompt)
         self.stats.prefill_ns += time.perf_counter_ns() - start
         yield first
+        place = _Place(past=len(prompt))
         while self.sequence.finish_reason is None:
             if self.cancel.is_set():
                 yield Round(self.sequence.cancel())
                 return
-            root = self.sequence.token_ids[-1]
-            past, result = self._timed_round(past, root)
+            place, result = self._timed_round(place)
             yield result
 
     def _prefill(self, prompt: NDArray[np.int64]) -> Round:
@@ -88,25 +100,33 @@ class Decoding:
             self.drafter.observe(ids, output.features)
         tree = Tree.root_only(int(prompt[-1]))
         accepted = self.rule.accept(tree, output, len(prompt) - 1)
-        return self._commit(tree, output, accepted)
+        return self._commit(tree, output, Settled(accepted.path, accepted.token))
 
-    def _timed_round(self, past: int, root: int) -> tuple[int, Round]:
+    def _timed_round(self, place: _Place) -> tuple[_Place, Round]:
         start, engine_start = time.perf_counter_ns(), self.clock.engine_ns
-        budget = self._budget(past)
-        tree, accepted, result = self._round(past, root, budget)
+        carried = self._still_fits(place)
+        budget = self._budget(place.past, len(carried))
+        draft = self._propose(carried, budget)
+        following, accepted, result = self._round(place, carried, draft)
         elapsed = time.perf_counter_ns() - start
         self.stats.decode_ns += elapsed
         self.stats.engine_ns += self.clock.engine_ns - engine_start
         num_committed = len(result.committed.token_ids)
-        self.stats.round(int(tree.depths.max()), len(accepted.path), num_committed)
-        drafted = budget is not None and not isinstance(self.drafter, NoDrafter)
-        self.pace.record(drafted, num_committed, elapsed)
+        num_accepted = max(len(accepted.path) - len(carried), 0)
+        self.stats.round(int(draft.depths.max()), num_accepted, num_committed)
+        if budget is not None and not isinstance(self.drafter, NoDrafter):
+            self.pace.record_draft(num_committed, elapsed)
+        elif not carried:
+            self.pace.record_plain(elapsed)
         self.stats.fell_back = self.pace.fell_back
-        return past + len(accepted.path) + 1, result
+        return following, result
 
-    def _round(self, past: int, root: int, budget: TreePlan | None) -> tuple[Tree, Accepted, Round]:
-        """`past` tokens are in the cache, `root` is the newest committed one behind them."""
-        tree = Tree.root_only(root) if budget is None else self._propose(root, budget)
+    def _round(
+        self, place: _Place, carried: tuple[int, ...], draft: Tree
+    ) -> tuple[_Place, Accepted, Round]:
+        """Verify, accept, keep, commit: the newest committed token is the root."""
+        root, past = self.sequence.token_ids[-1], place.past
+        tree = draft.laid_out(root, carried) if self.rule.token_exact else draft
         output = self.target.verify(tree, past, self.rule.want_logits)
         if tree.num_draft_tokens and output.next_token.min() < 0:
             # A draft token that the target has no numbers for spoils every row that masks it.
@@ -114,31 +134,55 @@ class Decoding:
             tree = Tree.root_only(root)
             output = self.target.verify(tree, past, self.rule.want_logits)
         accepted = self.rule.accept(tree, output, past)
-        self.target.keep(past, accepted.path)
-        kept = [0, *accepted.path]
-        features = None if output.features is None else output.features[kept]
-        self.drafter.observe(tree.tokens[kept], features)
-        return tree, accepted, self._commit(tree, output, accepted)
+        settled = Settled(accepted.path, accepted.token)
+        if self.rule.token_exact:
+            settled = settle(tree, accepted)
+        self.target.keep(past, settled.path)
+        seen = [0, *accepted.path]
+        features = None if output.features is None else output.features[seen]
+        self.drafter.rewind(place.num_ahead)
+        self.drafter.observe(tree.tokens[seen], features)
+        following = _Place(
+            past=past + len(settled.path) + 1,
+            carried=settled.carried,
+            num_ahead=len(accepted.path) - len(settled.path),
+        )
+        return following, accepted, self._commit(tree, output, settled)
 
-    def _budget(self, past: int) -> TreePlan | None:
-        """A tree that fits what is left of the context and of the tokens; None: no draft now."""
+    def _still_fits(self, place: _Place) -> tuple[int, ...]:
+        """The carried tokens that the context and the tokens asked for leave room for."""
+        room = min(
+            self.sequence.remaining - 1,
+            self.target.capacity - place.past - 1,
+            self.target.max_verify_rows - 1,
+        )
+        return place.carried[: max(room, 0)]
+
+    def _budget(self, past: int, num_carried: int) -> TreePlan | None:
+        """A tree that fits what is left of the context and of the tokens; None: no draft now.
+
+        Carried tokens count as draft tokens: a verify call is as wide as the plan says.
+        """
+        depth = min(self.tree.draft_depth, self.sequence.remaining - 1 - num_carried)
         free_slots = self.target.capacity - past - 1
-        depth = min(self.tree.draft_depth, self.sequence.remaining - 1)
-        nodes = min(self.tree.num_draft_tokens, free_slots)
+        nodes = min(self.tree.num_draft_tokens, free_slots) - num_carried
         if depth < 1 or nodes < 1 or not self.pace.should_draft():
             return None
         return replace(self.tree, draft_depth=depth, num_draft_tokens=nodes)
 
-    def _propose(self, root: int, budget: TreePlan) -> Tree:
-        """What the drafter proposes; a tree with ids that are no tokens is worth nothing."""
+    def _propose(self, carried: tuple[int, ...], budget: TreePlan | None) -> Tree:
+        """A tree under the newest token, carried or committed; ids that are no tokens end it."""
+        root = carried[-1] if carried else self.sequence.token_ids[-1]
+        if budget is None:
+            return Tree.root_only(root)
         temperature = self.rule.draft_temperature
         tree = self.drafter.propose(DraftRequest(root, budget, temperature, self.rule.rng))
         valid = tree.tokens.min() >= 0 and tree.tokens.max() < self.target.vocab_size
         return tree if valid else Tree.root_only(root)
 
-    def _commit(self, tree: Tree, output: TargetOutput, accepted: Accepted) -> Round:
-        tokens = [tree.token_list[node] for node in accepted.path] + [accepted.token]
-        logprobs = self.rule.logprobs(tree, output, accepted)
+    def _commit(self, tree: Tree, output: TargetOutput, settled: Settled) -> Round:
+        tokens = [*(tree.token_list[node] for node in settled.path), settled.token]
+        logprobs = self.rule.logprobs(tree, output, settled.path, settled.token)
         committed = self.sequence.commit(tokens)
         self.history.append(committed.token_ids)
         shown = None if logprobs is None else tuple(logprobs[: len(committed.token_ids)])

@@ -81,7 +81,7 @@ def cache_bytes(bundle: Bundle) -> dict[str, int]:
         * target.num_layers
         * target.num_kv_heads
         * target.head_dim
-        * plan.max_seq_len
+        * plan.cache_capacity
     }
     if draft is not None:
         caches["draft"] = item * draft.num_kv_heads * draft.head_dim * plan.draft_capacity

@@ -250,15 +250,15 @@ class Engine:
         capacity = self.target.capacity
         limit = min(request.max_new_tokens, capacity - len(request.prompt_ids))
         eos = self.bundle.manifest.generation.eos_token_ids
-        by_time = request.params.greedy or request.params.acceptance == "coupled"
+        rule = AcceptanceRule(request.params, self._history, request.num_logprobs)
         return Decoding(
             target=self.target,
             drafter=self.drafter(request.drafter),
-            rule=AcceptanceRule(request.params, self._history, request.num_logprobs),
+            rule=rule,
             sequence=TokenSequence(limit, eos, TextStream(self.tokenizer, request.stop)),
             history=self._history,
             tree=request.tree,
-            pace=Pace(request.may_fall_back, by_time, self._plain_cost),
+            pace=Pace(request.may_fall_back, rule.token_exact, self._plain_cost),
             clock=self._clock,
             cancel=request.cancel,
             stats=StatsRecorder(),

@@ -73,11 +73,12 @@ class Pace:
             return self._rest == 0
         return True
 
-    def record(self, drafted: bool, tokens: int, time_ns: int) -> None:
-        """Learns what a round gave and cost."""
-        if not drafted:
-            self.plain.record(time_ns)
-            return
+    def record_plain(self, time_ns: int) -> None:
+        """Learns what a round of one row cost."""
+        self.plain.record(time_ns)
+
+    def record_draft(self, tokens: int, time_ns: int) -> None:
+        """Learns what a round with a draft gave and cost, whatever the drafter proposed."""
         self.plain.grow_older()
         self._rounds += 1
         self._tokens += tokens

@@ -52,8 +52,12 @@ class AcceptanceRule:
     @property
     def draft_temperature(self) -> float | None:
         """The temperature at which draft tokens may be sampled; None where that gains nothing."""
-        sampled = not self._params.greedy and self._params.acceptance == "rejection"
-        return self._params.temperature if sampled else None
+        return None if self.token_exact else self._params.temperature
+
+    @property
+    def token_exact(self) -> bool:
+        """Whether the tokens themselves are promised not to depend on a draft."""
+        return self._params.greedy or self._params.acceptance == "coupled"
 
     def accept(self, tree: Tree, output: TargetOutput, past: int) -> Accepted:
         """Walks the tree; its root stands at position `past`."""
@@ -71,14 +75,14 @@ class AcceptanceRule:
         return accept_rejection(tree, lambda node: self._p(tree, output, node), self.rng)
 
     def logprobs(
-        self, tree: Tree, output: TargetOutput, accepted: Accepted
+        self, tree: Tree, output: TargetOutput, path: tuple[int, ...], token: int
     ) -> list[TokenLogprob] | None:
-        """Of every token of the round, in order; None unless asked for."""
+        """Of the path's tokens and of `token` behind them, in order; None unless asked for."""
         if self._num_logprobs is None:
             return None
         assert output.logits is not None
-        tokens = [tree.token_list[node] for node in accepted.path] + [accepted.token]
-        rows = (0, *accepted.path)
+        tokens = [*(tree.token_list[node] for node in path), token]
+        rows = (0, *path)
         return [
             self._logprob(log_softmax(output.logits[row]), token)
             for row, token in zip(rows, tokens, strict=True)

@@ -46,7 +46,7 @@ class TargetEngine:
         self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
         self._max_logit_rows = plan.max_draft_tokens + 1
         self._cache = KvCache(
-            info.num_layers, info.num_kv_heads, self.capacity, info.head_dim, dtype
+            info.num_layers, info.num_kv_heads, plan.cache_capacity, info.head_dim, dtype
         )
         self._session = Session(bundle.path(file), "target", threads, clock)
         rows, picked = self.max_rows, self._max_logit_rows

@@ -110,6 +110,25 @@ class Tree:
             ancestors = parents[ancestors]
         return mask
 
+    def laid_out(self, root: int, carried: Sequence[int]) -> "Tree":
+        """This tree behind `carried`, a chain under `root`, in depth-first order.
+
+        Nodes 1 .. len(carried) are the chain; the tree's own root is its last token (or `root`).
+        First children follow their parents at once, so that the likeliest path is nodes 1, 2, 3 ..:
+        its keys stand in the cache where plain decoding puts them. Children keep their order.
+        """
+        base = len(carried)
+        tokens, parents, place = [root, *carried], list(range(-1, base)), {0: base}
+        stack = list(reversed(self.children(0)))
+        while stack:
+            node = stack.pop()
+            place[node] = len(tokens)
+            tokens.append(self.token_list[node])
+            parents.append(place[int(self.parents[node])])
+            stack.extend(reversed(self.children(node)))
+        q = None if self.q is None else {place[node]: each for node, each in self.q.items()}
+        return Tree(np.array(tokens, np.int64), np.array(parents, np.int32), q)
+
     def validate(self) -> None:
         """Assert the invariants above; for tests, since a broken one is our own bug."""
         assert self.tokens.dtype == np.int64 and self.parents.dtype == np.int32

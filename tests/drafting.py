@@ -29,6 +29,9 @@ class _Positions:
     def observe(self, tokens: NDArray[np.int64], features: Any) -> None:
         self.seen += len(tokens)
 
+    def rewind(self, num_tokens: int) -> None:
+        self.seen -= num_tokens
+
 
 class Oracle(_Positions):
     """Proposes the text itself as a chain."""

@@ -46,6 +46,9 @@ class Drafter(Protocol):
         Both are views that the caller overwrites afterwards.
         """
 
+    def rewind(self, num_tokens: int) -> None:
+        """Forgets the newest observed tokens; they are observed again, perhaps others."""
+
     def propose(self, request: DraftRequest) -> Tree:
         """A tree under request.root, of at most request.tree.num_draft_tokens nodes."""
 
@@ -60,6 +63,9 @@ class NoDrafter:
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
         """Nothing to learn."""
+
+    def rewind(self, num_tokens: int) -> None:
+        """Nothing to forget."""
 
     def propose(self, request: DraftRequest) -> Tree:
         """The root alone."""

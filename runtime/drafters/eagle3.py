@@ -46,6 +46,12 @@ class Eagle3Drafter:
         self._next_ids[self._pending : end - 1] = tokens[1:]
         self._pending = end
 
+    def rewind(self, num_tokens: int) -> None:
+        """Drops rows, pending ones first. The newest row left keeps its token: it was committed."""
+        dropped = min(num_tokens, self._pending)
+        self._pending -= dropped
+        self._engine.num_rows -= num_tokens - dropped
+
     def propose(self, request: DraftRequest) -> Tree:
         """Grows the tree of this round under request.root."""
         assert self._pending, "nothing was observed since the last proposal"

@@ -82,6 +82,9 @@ class _DeepFork:
     def observe(self, tokens: Any, features: Any) -> None:
         self.seen += len(tokens)
 
+    def rewind(self, num_tokens: int) -> None:
+        self.seen -= num_tokens
+
     def propose(self, request: DraftRequest) -> Tree:
         true = self.text[self.seen + 1 : self.seen + 7]
         if len(true) < 6:

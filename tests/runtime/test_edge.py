@@ -291,6 +291,9 @@ class _Poison:
     def observe(self, tokens: Any, features: Any) -> None:
         self.seen += len(tokens)
 
+    def rewind(self, num_tokens: int) -> None:
+        self.seen -= num_tokens
+
     def propose(self, request: DraftRequest) -> Tree:
         tokens = [request.root, BAD, *self.text[self.seen + 1 : self.seen + 3]]
         return Tree(np.array(tokens, np.int64), np.array([-1, 0, 0, 2][: len(tokens)], np.int32))
