@@ -159,13 +159,10 @@ class Decoding:
         return place.carried[: max(room, 0)]
 
     def _budget(self, past: int, num_carried: int) -> TreePlan | None:
-        """A tree that fits what is left of the context and of the tokens; None: no draft now.
-
-        Carried tokens count as draft tokens: a verify call is as wide as the plan says.
-        """
+        """A tree that fits what is left of the context and of the tokens; None: no draft now."""
         depth = min(self.tree.draft_depth, self.sequence.remaining - 1 - num_carried)
-        free_slots = self.target.capacity - past - 1
-        nodes = min(self.tree.num_draft_tokens, free_slots) - num_carried
+        room = min(self.target.capacity - past, self.target.max_verify_rows) - 1 - num_carried
+        nodes = min(self.tree.num_draft_tokens, room)
         if depth < 1 or nodes < 1 or not self.pace.should_draft():
             return None
         return replace(self.tree, draft_depth=depth, num_draft_tokens=nodes)
