@@ -85,7 +85,7 @@ def _options(*options: Decorator) -> Decorator:
 def _acceptance(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
     from typing import get_args
 
-    from eagle3.runtime.sampling import Acceptance
+    from eagle3.runtime.params import Acceptance
 
     if value is not None and value not in get_args(Acceptance):
         raise click.BadParameter(f"'{value}' is not one of {', '.join(get_args(Acceptance))}")

@@ -26,13 +26,13 @@ from eagle3.runtime.draft import DraftEngine
 from eagle3.runtime.engine import Engine
 from eagle3.runtime.errors import SelfCheckFailed
 from eagle3.runtime.session import Clock
+from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
 from eagle3.runtime.target import TargetEngine
 from eagle3.runtime.tree import Tree
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2}
 # int8 weights: the reference has them too, what is left is the kernel's int8 activations.
 INT8_TOLERANCE = 1e-1
-NEAR_ZERO_ACCEPTANCE = 0.10
 
 _NUM_TOKENS = 384
 _FEW_TOKENS = 64

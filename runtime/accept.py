@@ -1,6 +1,6 @@
 """Acceptance: which draft tokens a round keeps. Pure functions, all of them exact.
 
-Where it sits: after the target verified a `Tree`, before anything is committed (method.md,
+Where it sits: after the target verified a `Tree`, before anything is committed (docs/method.md,
 section 4). p is the target's distribution at a node, from `sampling.target_probs`; q is the one
 that a node's children were sampled from. The result is distributed as p, whatever the draft.
 

@@ -13,9 +13,7 @@ from typing import Any
 from eagle3.runtime.chat import Prompt
 from eagle3.runtime.engine import Engine, Result
 from eagle3.runtime.errors import RequestError
-from eagle3.runtime.stats import Stats
-
-NEAR_ZERO_ACCEPTANCE = 0.10  # of the first draft token: below it the head is wired wrongly
+from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE, Stats
 
 _ENOUGH_ROUNDS = 8  # with a draft, before its acceptance says anything
 _WARM_UP_TOKENS = 8

@@ -17,8 +17,9 @@ from eagle3.runtime.decode import Decoding, Round
 from eagle3.runtime.drafters import DRAFTERS, Drafter, available, build
 from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
 from eagle3.runtime.pace import Pace, PlainCost
+from eagle3.runtime.params import Acceptance, SamplingParams
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
-from eagle3.runtime.sampling import Acceptance, SamplingParams, TokenHistory
+from eagle3.runtime.sampling import TokenHistory
 from eagle3.runtime.sequence import FinishReason, TokenSequence
 from eagle3.runtime.session import Clock
 from eagle3.runtime.stats import Stats, StatsRecorder

@@ -18,9 +18,9 @@ from eagle3.plans.plan import TreePlan
 from eagle3.runtime import accept, chi_square
 from eagle3.runtime.drafters import DraftRequest
 from eagle3.runtime.engine import Engine
+from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.sampling import (
     Float32s,
-    SamplingParams,
     TokenHistory,
     rejection_rng,
     sample_inverse_cdf,

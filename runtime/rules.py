@@ -11,10 +11,10 @@ import numpy as np
 
 from eagle3.runtime.accept import Accepted, accept_by_token, accept_rejection
 from eagle3.runtime.errors import EngineError
+from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.sampling import (
     CoupledUniforms,
     Float32s,
-    SamplingParams,
     TokenHistory,
     edit_logits,
     log_softmax,

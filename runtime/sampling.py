@@ -1,140 +1,29 @@
-"""From a target's logits to a token: sampling parameters, penalties, warpers, random numbers.
+"""From a target's logits to a token: penalties, warpers, random numbers.
 
 Where it sits: `target_probs` turns the logits of one node into the distribution p that plain and
 speculative decoding both draw from. There is no second warper anywhere, which is what makes the
-two agree (method.md, section 4). `accept.py` consumes p.
+two agree (docs/method.md, section 4). `accept.py` consumes p.
 
 Letters: V target vocabulary, Vd draft vocabulary, C candidates left after a filter.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.errors import EngineError, RequestError
+from eagle3.runtime.params import SamplingParams
 
 Float32s = NDArray[np.float32]
 Int64s = NDArray[np.int64]
-Acceptance = Literal["rejection", "coupled"]
 
-_LARGEST = 1e30  # of a penalty, a bias, a temperature: leaves float32 room for sums and products
 _SORT_AT_ONCE = 4096  # values that top-p sorts without looking for a smaller bracket
 _MOST_BISECTIONS = 12  # more do not help: then the values tie
 _BLOCK = 512  # entries of p summed at once by the inverse CDF
 _UNIFORMS_PER_BLOCK = 256  # positions whose uniforms come from one Philox counter block
 _COUPLED_STREAM, _REJECTION_STREAM = 1, 2  # second half of the Philox key
-
-_RANGES = {  # field: lowest and highest value, what else to know
-    "temperature": (0.0, _LARGEST, "0 is greedy"),
-    "top_p": (0.0, 1.0, "above 0; None is off"),
-    "min_p": (0.0, 1.0, "None is off"),
-    "repetition_penalty": (1e-6, 1e6, "it divides logits, so it must be above 0; 1 is off"),
-    "presence_penalty": (-_LARGEST, _LARGEST, "0 is off"),
-    "frequency_penalty": (-_LARGEST, _LARGEST, "0 is off"),
-}
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen; the defaults are greedy decoding.
-
-    Raises RequestError on any value that cannot be served, naming field, value and range.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None  # None or 0: off
-    top_p: float | None = None  # None or 1: off
-    min_p: float | None = None  # None or 0: off
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
-    acceptance: Acceptance = "rejection"
-
-    def __post_init__(self) -> None:
-        for name, (low, high, note) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None or name not in ("top_p", "min_p"):
-                # Stored as a python float, so that float32 arithmetic stays float32.
-                object.__setattr__(self, name, _checked_float(name, value, low, high, note))
-        if self.top_k is not None:
-            object.__setattr__(self, "top_k", _checked_int("top_k", self.top_k, None))
-        object.__setattr__(self, "seed", _checked_int("seed", self.seed, 2**64))
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        if self.acceptance not in get_args(Acceptance):
-            raise RequestError(
-                f"acceptance is {self.acceptance!r}; allowed: {', '.join(get_args(Acceptance))}"
-            )
-
-    @property
-    def greedy(self) -> bool:
-        """True when the token is the argmax: no random number is ever drawn."""
-        return self.temperature == 0.0
-
-    @property
-    def edits_logits(self) -> bool:
-        """True when greedy needs the logits on the host, not only the engine's argmax."""
-        return self.penalises or bool(self.logit_bias)
-
-    @property
-    def penalises(self) -> bool:
-        """True when any penalty is active, that is when the text so far changes the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
-
-    def validate_for_vocab(self, vocab_size: int) -> None:
-        """Refuse logit_bias ids outside [0, V); call once per request (RequestError)."""
-        outside = [token for token in self.logit_bias if token >= vocab_size]
-        if outside:
-            raise RequestError(
-                f"logit_bias names token id {outside[0]}, but the vocabulary has {vocab_size} "
-                f"tokens; allowed: 0 to {vocab_size - 1}"
-            )
-
-    @cached_property
-    def bias_arrays(self) -> tuple[Int64s, Float32s]:
-        """`logit_bias` as ids int64 [n] and values float32 [n]."""
-        ids = np.fromiter(self.logit_bias.keys(), np.int64, len(self.logit_bias))
-        values = np.fromiter(self.logit_bias.values(), np.float32, len(self.logit_bias))
-        return ids, values
-
-
-def _checked_float(name: str, value: Any, low: float, high: float, note: str) -> float:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    # NaN fails the comparison too.
-    if not number or not low <= value <= high or (name == "top_p" and value == 0):
-        allowed = f"a number in [{low:g}, {high:g}] ({note})"
-        raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
-    return float(value)
-
-
-def _checked_int(name: str, value: Any, limit: int | None) -> int:
-    number = isinstance(value, Integral) and not isinstance(value, bool)
-    if not number or value < 0 or (limit is not None and value >= limit):
-        below = "" if limit is None else f" and < {limit}"
-        raise RequestError(f"{name} is {value!r}; allowed: an integer >= 0{below}")
-    return int(value)
-
-
-def _checked_bias(bias: object) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias is {bias!r}; allowed: a mapping of token id to number")
-    return {
-        _checked_int("a logit_bias token id", token, None): _checked_float(
-            f"logit_bias of token {token}", value, -_LARGEST, _LARGEST, "added to the logit"
-        )
-        for token, value in bias.items()
-    }
 
 
 class TokenHistory:

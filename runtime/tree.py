@@ -1,7 +1,7 @@
 """Token trees: the frozen `Tree` that a round verifies, and the EAGLE-2 builder that grows one.
 
-Where it sits: a drafter returns a `Tree` (method.md, sections 1 and 3), the target verifies its
-nodes in one call, and `accept.py` walks it. No engine is known here.
+Where it sits: a drafter returns a `Tree` (docs/method.md, sections 1 and 3), the target verifies
+its nodes in one call, and `accept.py` walks it. No engine is known here.
 
 Letters: M nodes (root included), K top-k, F frontier nodes (F <= K), D depth, R draft rows so far.
 """

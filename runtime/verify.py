@@ -17,6 +17,7 @@ import numpy as np
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.engine import Engine
 from eagle3.runtime.errors import RequestError
+from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.prompts import PROMPTS
 from eagle3.runtime.rejection_check import (
     RejectionCheck,
@@ -26,7 +27,6 @@ from eagle3.runtime.rejection_check import (
 )
 from eagle3.runtime.sampling import (
     CoupledUniforms,
-    SamplingParams,
     TokenHistory,
     log_softmax,
     target_probs,

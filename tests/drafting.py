@@ -15,7 +15,7 @@ from eagle3.runtime.sampling import draft_probs, sample_inverse_cdf
 from eagle3.runtime.tree import Tree
 
 
-class _Positions:
+class Positions:
     """Counts what the target ran: the root of a round stands at position `seen`."""
 
     name = "test"
@@ -33,7 +33,7 @@ class _Positions:
         self.seen -= num_tokens
 
 
-class Oracle(_Positions):
+class Oracle(Positions):
     """Proposes the text itself as a chain."""
 
     def __init__(self, text: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class Oracle(_Positions):
         return Tree.chain(request.root, self.text[self.seen + 1 : self.seen + 1 + depth])
 
 
-class Forking(_Positions):
+class Forking(Positions):
     """A random tree around the text: branches part anywhere, wrong ones go on with right tokens.
 
     `hit`: chance that a node of the true path gets its true child.
@@ -77,7 +77,7 @@ class Forking(_Positions):
         return Tree(np.array(tokens, np.int64), np.array(parents, np.int32))
 
 
-class Itself(_Positions):
+class Itself(Positions):
     """The target as its own draft: a chain drawn from q = p."""
 
     def __init__(self, engine: eagle3.Engine) -> None:
@@ -104,7 +104,7 @@ class Itself(_Positions):
         return Tree.chain(tokens[0], tokens[1:], q)
 
 
-class Fixed(_Positions):
+class Fixed(Positions):
     """Hangs the same chain under every root, whatever it holds."""
 
     def __init__(self, tokens: Sequence[int]) -> None:

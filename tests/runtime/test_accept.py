@@ -15,9 +15,9 @@ from scipy.stats import chisquare
 
 from eagle3.runtime import accept
 from eagle3.runtime.accept import Accepted, accept_by_token, accept_rejection
+from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.sampling import (
     CoupledUniforms,
-    SamplingParams,
     TokenHistory,
     draft_probs,
     rejection_rng,

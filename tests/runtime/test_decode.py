@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting import Forking, Oracle, using
+from drafting import Forking, Oracle, Positions, using
 
 import eagle3
 from eagle3.runtime.bundle import Bundle
@@ -65,25 +65,15 @@ def test_the_draft_keeps_rows_of_target_features_only(
     )
 
 
-class _DeepFork:
+class _DeepFork(Positions):
     """Two branches that share their first tokens; the wrong one goes on with the right tokens.
 
     Wrong KV anywhere below the fork (a cousin's, a sibling's) changes the logits that follow.
     """
 
-    name = "deep fork"
-
     def __init__(self, text: list[int]) -> None:
-        self.text, self.seen = text, 0
-
-    def reset(self) -> None:
-        self.seen = 0
-
-    def observe(self, tokens: Any, features: Any) -> None:
-        self.seen += len(tokens)
-
-    def rewind(self, num_tokens: int) -> None:
-        self.seen -= num_tokens
+        super().__init__()
+        self.text = text
 
     def propose(self, request: DraftRequest) -> Tree:
         true = self.text[self.seen + 1 : self.seen + 7]

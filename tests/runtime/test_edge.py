@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from drafting import Oracle, using
+from drafting import Oracle, Positions, using
 
 import eagle3
 from eagle3.runtime.bundle import Bundle
@@ -277,22 +277,12 @@ def test_nan_logits_in_mid_text_are_an_error(
         assert engine.generate([5, 6], max_new_tokens=3, logit_bias=NEVER_BAD).token_ids
 
 
-class _Poison:
+class _Poison(Positions):
     """Puts the token that the target cannot run beside the right ones."""
 
-    name = "poison"
-
     def __init__(self, text: list[int]) -> None:
-        self.text, self.seen = text, 0
-
-    def reset(self) -> None:
-        self.seen = 0
-
-    def observe(self, tokens: Any, features: Any) -> None:
-        self.seen += len(tokens)
-
-    def rewind(self, num_tokens: int) -> None:
-        self.seen -= num_tokens
+        super().__init__()
+        self.text = text
 
     def propose(self, request: DraftRequest) -> Tree:
         tokens = [request.root, BAD, *self.text[self.seen + 1 : self.seen + 3]]

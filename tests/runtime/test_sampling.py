@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from eagle3.runtime.errors import EngineError, RequestError
+from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.sampling import (
     CoupledUniforms,
-    SamplingParams,
     TokenHistory,
     draft_probs,
     edit_logits,

@@ -117,7 +117,7 @@ STYLES = ["plain", "duplicates", "near ties", "all tied", "above zero", "broken"
 
 
 def reference(draft, top_k, depth, budget):
-    """EAGLE-2 as method.md tells it; returns [(path of tokens)] of the kept nodes, in order."""
+    """EAGLE-2 as docs/method.md tells it: the paths of tokens of the kept nodes, in order."""
     candidates = []  # (value, depth, index, path)
     frontier = [(np.float32(0.0), ())]
     for level in range(1, depth + 1):
