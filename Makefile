@@ -7,14 +7,17 @@ BUNDLE := demo/bundle
 TARGET := demo/cache/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPT ?= Write a short Python function that checks whether a number is prime, and explain it.
 
+# As it is, through the environment: neither make nor the shell interprets what it holds.
+override export PROMPT := $(value PROMPT)
+
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
 
 demo: $(BUNDLE)/manifest.json
-	$(BIN)/eagle3 run $(BUNDLE) --compare --max-new-tokens 256 "$(PROMPT)"
+	$(BIN)/eagle3 run "$(BUNDLE)" --compare --max-new-tokens 256 -- "$$PROMPT"
 
 test: .venv/installed .venv-runtime/installed lint
-	EAGLE3_RUNTIME_VENV=$(CURDIR)/.venv-runtime $(BIN)/python -m pytest -q
+	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" $(BIN)/python -m pytest -q
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -22,24 +25,25 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 .venv/installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || "$(PYTHON)" -m venv --clear .venv
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,export,dev]'
-	touch $@
+	touch "$@"
 
-# What a service installs: the runtime alone, without torch or transformers.
-.venv-runtime/installed: pyproject.toml constraints.txt
-	test -x .venv-runtime/bin/python || $(PYTHON) -m venv .venv-runtime
+# What a service installs: the runtime alone, without torch or transformers. It comes after the
+# other one, as two installs of the same checkout at once would write the same files.
+.venv-runtime/installed: pyproject.toml constraints.txt | .venv/installed
+	test -x .venv-runtime/bin/pip || "$(PYTHON)" -m venv --clear .venv-runtime
 	.venv-runtime/bin/pip install --quiet -c constraints.txt -e '.[cpu]'
-	touch $@
+	touch "$@"
 
-$(TARGET): .venv/installed demo/fetch_target.py
-	$(BIN)/python demo/fetch_target.py $(@D)
-	touch $@
+$(TARGET): demo/fetch_target.py | .venv/installed
+	$(BIN)/python demo/fetch_target.py "$(@D)"
+	touch "$@"
 
 # int8 weights and this tree: measured, see docs/decisions.md.
 $(BUNDLE)/manifest.json: $(TARGET) $(wildcard demo/head/*) $(wildcard export/*.py) plans/plan.py
-	$(BIN)/eagle3 export --target $(TARGET) --draft demo/head -o $(BUNDLE) --force \
+	$(BIN)/eagle3 export --target "$(TARGET)" --draft demo/head -o "$(BUNDLE)" --force \
 		--draft-weights int8 --draft-top-k 3 --draft-depth 3 --num-draft-tokens 5
 
 clean:
-	rm -rf .venv .venv-runtime demo/cache $(BUNDLE) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-runtime demo/cache "$(BUNDLE)" build *.egg-info .mypy_cache .ruff_cache .pytest_cache

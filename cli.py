@@ -12,8 +12,10 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -73,42 +75,36 @@ def _show(data: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
 
 def _options(*options: Decorator) -> Decorator:
     """Several options as one decorator, shown in this order."""
-
-    def add(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
+    return lambda command: reduce(lambda done, option: option(done), reversed(options), command)
 
 
-def _acceptance(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    from typing import get_args
+def _parsed(parse: Callable[[Any], Any], wanted: str) -> Callable[..., Any]:
+    """An option's callback: what was given goes through `parse`, whose ValueError is wrong use."""
 
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        try:
+            return None if value in (None, ()) else parse(value)
+        except ValueError:
+            given = value if isinstance(value, str) else ", ".join(value)
+            raise click.BadParameter(f"'{given}': give {wanted}") from None
+
+    return callback
+
+
+def _acceptance(value: str) -> str:
     from eagle3.runtime.params import Acceptance
 
-    if value is not None and value not in get_args(Acceptance):
-        raise click.BadParameter(f"'{value}' is not one of {', '.join(get_args(Acceptance))}")
+    if value not in get_args(Acceptance):
+        raise ValueError(value)
     return value
 
 
-def _logit_bias(
-    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
-) -> dict[int, float] | None:
-    try:
-        pairs = [value.split("=", 1) for value in values]
-        return {int(token): float(bias) for token, bias in pairs} or None
-    except ValueError:
-        raise click.BadParameter(f"{', '.join(values)}: give ID=VALUE, as in 42=-100") from None
+def _logit_bias(values: Sequence[str]) -> dict[int, float]:
+    return {int(token): float(bias) for token, bias in (each.split("=", 1) for each in values)}
 
 
-def _aux_layers(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
-    try:
-        return None if value is None else tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"'{value}': give layer numbers, as in 2,15,27") from None
+def _aux_layers(value: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in value.split(","))
 
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -130,13 +126,13 @@ _request_options = _options(
         "--logit-bias",
         multiple=True,
         metavar="ID=VALUE",
-        callback=_logit_bias,
+        callback=_parsed(_logit_bias, "ID=VALUE, as in 42=-100"),
         help="Added to a token's logit; repeatable.",
     ),
     click.option("--seed", type=int, help="Of sampling."),
     click.option(
         "--acceptance",
-        callback=_acceptance,
+        callback=_parsed(_acceptance, "rejection or coupled"),
         metavar="rejection|coupled",
         help="Rule when sampling; coupled: same seed, same text, with any drafter.",
     ),
@@ -170,7 +166,7 @@ def _load(bundle: str, threads: int | None, device: str = "cpu") -> Engine:
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="The prompt as it is, without the chat template.")
 @click.option("--show-prompt", is_flag=True, help="Rendered prompt on stderr.")
-@click.option("--logprobs", type=int, metavar="N", help="With N alternatives a token (--json).")
+@click.option("--logprobs", type=int, metavar="N", help="N alternatives a token, with --json.")
 @click.option("--compare", is_flag=True, help="Run plain decoding too; exit 1 if tokens differ.")
 @_json
 @_request_options
@@ -189,15 +185,15 @@ def run(
     """Answer PROMPT, or what stands on stdin, in a stream."""
     from eagle3.runtime.console import stdin_text
 
+    if flags["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json: they are fields of its object")
     options = {**_request(**flags), "chat": not raw}
     text = stdin_text(_note) if prompt is None else prompt
     engine = _load(bundle, threads, device)
     if show_prompt:
         _note(text if raw else engine.render(text))
-    if compare:
-        _compare(engine, text, as_json, options)
-    else:
-        _answer(engine, text, as_json, options)
+    show = _compare if compare else _answer
+    show(engine, text, as_json, options)
 
 
 def _answer(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]) -> None:
@@ -234,9 +230,9 @@ def chat(bundle: str, system: str | None, threads: int | None, device: str, **fl
     from eagle3.runtime.console import typed_lines
     from eagle3.runtime.conversation import Conversation, converse
 
-    options = _request(**flags)
+    options, lines = _request(**flags), typed_lines(_note)
     talk = Conversation(_load(bundle, threads, device), _note, system, **options)
-    converse(talk, typed_lines(_note), _write, _note)
+    converse(talk, lines, _write, _note)
 
 
 @main.command()
@@ -323,7 +319,8 @@ _PLAN = Plan()
 @click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
 @click.option(
     "--aux-layers",
-    callback=_aux_layers,
+    "aux_layer_ids",
+    callback=_parsed(_aux_layers, "layer numbers, as in 2,15,27"),
     metavar="L,M,H",
     help="Fused layers as hidden_states indices, where the head's config does not name them.",
 )
@@ -363,33 +360,28 @@ def _import_export() -> Any:
 def _export_request(ctx: click.Context) -> ExportRequest:
     from eagle3.export.build import ExportRequest
 
-    flags = ctx.params
-    return ExportRequest(
-        target=flags["target"],
-        draft=None if flags["draft"] == "none" else flags["draft"],
-        output=flags["output"],
-        plan=_plan(flags),
-        aux_layer_ids=flags["aux_layers"],
-        trust_remote_code=flags["trust_remote_code"],
-        force=flags["force"],
-        command=_command(ctx),
-    )
+    given = _given(ExportRequest, ctx.params)
+    draft = None if given["draft"] == "none" else given["draft"]
+    plan, command = _plan(ctx.params), _command(ctx)
+    return ExportRequest(**{**given, "draft": draft, "plan": plan, "command": command})
 
 
 def _plan(flags: dict[str, Any]) -> Plan:
-    names = ("draft_top_k", "draft_depth", "num_draft_tokens")
-    same = ("lowering", "dtype", "draft_weights", "max_seq_len", "prefill_chunk")
-    return Plan(
-        **{name: flags[name] for name in same},
-        max_draft_tokens=flags["max_draft_tokens"],
-        tree=TreePlan(**{name: flags[name] for name in names}),
-        # ONNX Runtime's CPU provider has no bfloat16.
-        backend="ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend,
-    )
+    # ONNX Runtime's CPU provider has no bfloat16.
+    backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
+    return Plan(**_given(Plan, flags), tree=TreePlan(**_given(TreePlan, flags)), backend=backend)
+
+
+def _given(cls: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that have an option of their name."""
+    return {each.name: flags[each.name] for each in fields(cls) if each.name in flags}
 
 
 def _command(ctx: click.Context) -> str:
-    """The command line that makes this bundle again; absolute paths are cut to their last name."""
+    """What was typed, less defaults and --force, which the manifest keeps.
+
+    An absolute path of target, draft or output is cut to its last name: put it back to repeat it.
+    """
     words = ["eagle3", "export"]
     for option in ctx.command.params:
         value = ctx.params[option.name or ""]

@@ -6,6 +6,7 @@ that is interrupted or fails its self-check leaves nothing half done.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +23,17 @@ from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import SelfCheck, check_bundle
 from eagle3.export.draft import EMBEDDING, trace_draft, trace_fuse
 from eagle3.export.head_config import DIALECT, Head, TargetFacts, read_head
+from eagle3.export.head_files import head_folder, read_config
 from eagle3.export.head_graph import EagleHead, build_head
 from eagle3.export.onnx_graph import save
 from eagle3.export.target import DTYPES, Target, load_target, trace_target
 from eagle3.export.tokenizer import write_tokenizer
 from eagle3.export.weights import quantize_int8, store_for_matmul
 from eagle3.plans.plan import Plan
-from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
+from eagle3.runtime.bundle import MANIFEST_NAME, Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.manifest import (
+    FORMAT,
     Convention,
     DraftInfo,
     EngineInfo,
@@ -74,40 +77,68 @@ def export_bundle(
     Raises ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves no trace.
     """
     _check_output(request)
+    if request.draft is not None:
+        read_config(head_folder(request.draft))  # a wrong one is said before the long work
     report(f"loading target {request.target}")
+    plan = request.plan
     target = load_target(
-        request.target, request.plan.dtype, trust_remote_code=request.trust_remote_code
+        request.target,
+        plan.dtype,
+        trust_remote_code=request.trust_remote_code,
+        max_seq_len=plan.max_seq_len,
     )
-    plan = _fit_to_target(request.plan, target)
     head = _read_head(request, target)
     module = build_head(head, DTYPES[plan.dtype]) if head is not None else None
     with _staging(request.output) as folder:
         parts = _Parts(target, head, module)
         _write_engines(folder, parts, plan, report)
         check = _finish(folder, parts, plan, request, report)
+        _check_output(request)  # again: much time has passed
         _publish(folder, request.output)
     return Bundle.open(request.output), check
 
 
 def _check_output(request: ExportRequest) -> None:
+    """An output that cannot or must not be written is said before the long work."""
     output = request.output
+    if output.name in ("", ".."):
+        raise ExportError(f"output {output} has no name of its own; give one, as in ./bundle")
+    with _staging(output):
+        pass
     if not output.exists():
-        with _staging(output):  # an output that cannot be written is said before the long work
-            return
+        return
     if not request.force:
         raise ExportError(f"{output} exists; choose another folder or pass --force to replace it")
-    if not (output / "manifest.json").is_file() and (not output.is_dir() or any(output.iterdir())):
-        raise ExportError(f"{output} exists and is no bundle; it will not be replaced")
-
-
-def _fit_to_target(plan: Plan, target: Target) -> Plan:
-    limit = getattr(target.config, "max_position_embeddings", None)
-    if limit is not None and plan.max_seq_len > limit:
+    found = _foreign(output)
+    if found:
         raise ExportError(
-            f"max_seq_len {plan.max_seq_len} exceeds the target's max_position_embeddings {limit}; "
-            f"pass --max-seq-len {limit} or less"
+            f"{output} exists and is not a bundle alone: {found}; it will not be replaced,"
+            " so choose another folder, or move it away"
         )
-    return plan
+
+
+def _foreign(output: Path) -> str:
+    """What `output` holds that no export wrote, in words; empty for a bundle or an empty folder."""
+    try:
+        names = {path.name for path in output.iterdir()}  # a bundle has no folders in it
+    except OSError as error:
+        return f"it is no folder that can be read ({error.strerror})"
+    if not names:
+        return ""
+    try:
+        manifest = json.loads((output / MANIFEST_NAME).read_bytes())
+    except (OSError, ValueError):
+        return f"it has no readable {MANIFEST_NAME}, but {_some(names)}"
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return f"its {MANIFEST_NAME} has not the format {FORMAT!r}; it holds {_some(names)}"
+    listed = manifest.get("files")
+    others = names - {MANIFEST_NAME, *(listed if isinstance(listed, dict) else ())}
+    return f"its {MANIFEST_NAME} does not list {_some(others)}" if others else ""
+
+
+def _some(names: set[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def _read_head(request: ExportRequest, target: Target) -> Head | None:
@@ -137,11 +168,34 @@ def _staging(output: Path) -> Iterator[Path]:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    """Renames the finished folder to `output`; what stood there is deleted only after that."""
-    with _staging(output) as aside:
+    """Renames the finished folder to `output`; what stood there is deleted only after that.
+
+    If that fails, the old one is moved back, and where even that fails, it stays aside.
+    """
+    # Not with _staging: that would delete what could not be moved back.
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
+    old = aside / output.name
+    try:
         if output.exists():
-            output.rename(aside / output.name)
+            output.rename(old)
         folder.rename(output)
+    except BaseException as error:
+        _move_back(old, output)
+        if isinstance(error, OSError):
+            raise ExportError(f"{output} cannot be written: {error}") from error
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _move_back(old: Path, output: Path) -> None:
+    try:
+        if old.exists():
+            old.rename(output)
+        old.parent.rmdir()
+    except OSError as error:
+        raise ExportError(
+            f"{output} could not be replaced ({error}); the old bundle is now {old}"
+        ) from error
 
 
 def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> None:

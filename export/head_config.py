@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from eagle3.export.head_files import head_folder, read_config, read_weights
+from eagle3.export.target import _LENGTH_DEPENDENT_ROPE
 from eagle3.runtime.errors import CheckpointError
 
 DIALECT = "eagle3-official"
 OWN_EMBEDDING = "embed_tokens.weight"
 DEFAULT_ROPE_THETA = 10000.0  # the official training configuration names none
 _AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Keys of other dialects or newer heads that change the computation and are not read here.
 _REFUSED_KEYS = (
     "transformer_layer_config",
@@ -48,6 +48,16 @@ _ROPE_TYPES = {
         "original_max_position_embeddings",
     ),
 }
+_ROPE_NUMBERS = (
+    *_ROPE_TYPES["llama3"],
+    "rope_theta",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+_MAX_NUMBER = 1e12
 
 
 @dataclass(frozen=True)
@@ -180,10 +190,10 @@ def _resolve(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_integer(raw, "head_dim", max(hidden_size // num_heads, 1)),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6, high=1.0),
         hidden_act=str(raw.get("hidden_act", "silu")),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        attention_bias=_boolean(raw, "attention_bias"),
+        mlp_bias=_boolean(raw, "mlp_bias"),
         rope=rope,
         max_position_embeddings=_integer(raw, "max_position_embeddings", 2048),
         draft_vocab_size=_integer(raw, "draft_vocab_size", vocab_size),
@@ -210,8 +220,32 @@ def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def _number(
+    raw: Mapping[str, Any], key: str, default: float | None = None, high: float = _MAX_NUMBER
+) -> float:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not is_number or not 0 < value <= high:
+        raise CheckpointError(
+            f"the head's config has {key} {value!r:.80}; a number above 0 and at most {high:g} is "
+            "allowed"
+        )
+    return float(value)
+
+
+def _boolean(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"the head's config has {key} {value!r:.80}; allowed: true, false")
+    return bool(value)
+
+
 def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key) or {}
+    value = raw.get(key)
+    if value is None:
+        return {}
     if not isinstance(value, Mapping):
         raise CheckpointError(f"the head's {key} is {value!r}, not an object")
     return value
@@ -223,6 +257,10 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     kind = scaling.setdefault("rope_type", "default")
+    if not isinstance(kind, str):
+        raise CheckpointError(
+            f"the head's rope_type is {kind!r:.80}; supported are {', '.join(_ROPE_TYPES)}"
+        )
     if kind in _LENGTH_DEPENDENT_ROPE:
         raise CheckpointError(f"the head's RoPE of type '{kind}' depends on the request's length")
     missing = [key for key in _ROPE_TYPES.get(kind, ()) if scaling.get(key) is None]
@@ -231,16 +269,19 @@ def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise CheckpointError(
             f"the head's RoPE of type '{kind}' {reason}; supported are {', '.join(_ROPE_TYPES)}"
         )
+    for key in _ROPE_NUMBERS:
+        if scaling.get(key) is not None:
+            _number(scaling, key)
     for where in (raw, scaling):
         if where.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise CheckpointError(
                 f"the head's partial_rotary_factor is {where['partial_rotary_factor']}; only heads "
                 "that rotate whole vectors (1.0) are supported"
             )
-    if "rope_theta" in scaling:
+    if scaling.get("rope_theta") is not None:
         return scaling, "config"
     source = "config" if raw.get("rope_theta") is not None else "dialect default"
-    return {**scaling, "rope_theta": float(raw.get("rope_theta") or DEFAULT_ROPE_THETA)}, source
+    return {**scaling, "rope_theta": _number(raw, "rope_theta", DEFAULT_ROPE_THETA)}, source
 
 
 def _aux_layers(
@@ -335,9 +376,20 @@ def _check_tensors(config: HeadConfig, target: TargetFacts, weights: Mapping[str
             raise CheckpointError(
                 f"tensor {name} is {list(weights[name].shape)}, the config asks for {list(shape)}"
             )
+    _check_dtypes({name: weights[name].dtype for name in expected})
     broken = sorted(n for n in expected if not bool(torch.isfinite(weights[n].float()).all()))
     if broken:
         raise CheckpointError(f"these tensors hold NaN or Inf: {', '.join(broken)}")
+
+
+def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
+    """Ids are integers, weights are not: anything else was stored in a way we do not know."""
+    for name, dtype in dtypes.items():
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+        if name == "d2t" and not is_integer:
+            raise CheckpointError(f"tensor d2t is {dtype}; it must be of an integer dtype")
+        if name not in ("d2t", "t2d") and not dtype.is_floating_point:
+            raise CheckpointError(f"tensor {name} is {dtype}; weights must be floating point")
 
 
 def _target_ids(config: HeadConfig, weights: Mapping[str, Tensor]) -> np.ndarray:

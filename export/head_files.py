@@ -43,9 +43,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; an EAGLE-3 head has a config.json")
     try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested without end
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw

@@ -48,18 +48,22 @@ class Target:
         return type(self.model).__name__
 
 
-def load_target(source: str, dtype: str, *, trust_remote_code: bool = False) -> Target:
+def load_target(
+    source: str, dtype: str, *, trust_remote_code: bool = False, max_seq_len: int = 0
+) -> Target:
     """Loads `source` for export.
 
     source: a hub id, a folder with safetensors (sharded too), or a `.gguf` file (dequantized).
-    Raises ExportError when it cannot be loaded and UnsupportedModel, naming the architecture, when
-    it can be loaded but not expressed.
+    max_seq_len: the positions that it must know, in tokens. Raises ExportError when it cannot be
+    loaded or knows fewer, and UnsupportedModel, naming the architecture, when it can be loaded but
+    not expressed; what the configuration tells is said before the weights are read.
     """
     where = _locate(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
         _refuse_config(config)
+        _refuse_length(config, max_seq_len)
         model, loading = AutoModelForCausalLM.from_pretrained(
             **where,
             dtype=DTYPES[dtype],
@@ -67,7 +71,7 @@ def load_target(source: str, dtype: str, *, trust_remote_code: bool = False) -> 
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
         )
-    except UnsupportedModel:
+    except ExportError:
         raise
     except Exception as error:  # whatever transformers, safetensors or the checkpoint's code raise
         raise ExportError(_why_not_loaded(source, error)) from error
@@ -125,6 +129,15 @@ def _refuse_config(config: Any) -> None:
                 f"{name}: RoPE of type '{kind}' changes with the length of the request, which one "
                 "compiled graph cannot express; export a checkpoint with another rope_type"
             )
+
+
+def _refuse_length(config: Any, max_seq_len: int) -> None:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max_seq_len > limit:
+        raise ExportError(
+            f"max_seq_len {max_seq_len} exceeds the target's max_position_embeddings {limit}; "
+            f"pass --max-seq-len {limit} or less"
+        )
 
 
 def trace_target(

@@ -2,11 +2,12 @@
 
 `eagle3 export` compiles engines for one `Plan`, which the bundle's manifest then carries; the
 runtime allocates its buffers from it, and a request may ask for a smaller or larger tree within
-it (`Plan.override`). Neither object ever changes: "with another tree" is a new object.
+it (`Plan.override`). Neither object ever changes: another tree is a new object.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Integral
 from typing import Any
 
 from eagle3.runtime.errors import PlanError
@@ -38,9 +39,9 @@ class TreePlan:
     """Nodes kept for verification; one target call sees these and the root."""
 
     def __post_init__(self) -> None:
-        _check_range("tree.draft_top_k", self.draft_top_k, 1, MAX_DRAFT_TOP_K)
-        _check_range("tree.draft_depth", self.draft_depth, 1, MAX_DRAFT_DEPTH)
-        _check_range("tree.num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _set_int(self, "draft_top_k", MAX_DRAFT_TOP_K, where="tree.")
+        _set_int(self, "draft_depth", MAX_DRAFT_DEPTH, where="tree.")
+        _set_int(self, "num_draft_tokens", MAX_DRAFT_TOKENS, where="tree.")
 
     @property
     def num_candidates(self) -> int:
@@ -94,13 +95,11 @@ class Plan:
     """What runs the engines."""
 
     def __post_init__(self) -> None:
-        _check_range("max_seq_len", self.max_seq_len, 2, MAX_SEQ_LEN)
-        _check_range("prefill_chunk", self.prefill_chunk, 1, self.max_seq_len, "max_seq_len")
+        _set_int(self, "max_seq_len", MAX_SEQ_LEN, low=2)
+        _set_int(self, "prefill_chunk", self.max_seq_len, "max_seq_len")
         # One target call holds the root and the tree, and all of it must fit the cache.
-        _check_range("max_draft_tokens", self.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        _check_range(
-            "max_draft_tokens", self.max_draft_tokens, 1, self.max_seq_len - 1, "max_seq_len - 1"
-        )
+        _set_int(self, "max_draft_tokens", MAX_DRAFT_TOKENS)
+        _set_int(self, "max_draft_tokens", self.max_seq_len - 1, "max_seq_len - 1")
         _check_tree(self.tree, self.max_draft_tokens)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
@@ -122,10 +121,6 @@ class Plan:
     def draft_capacity(self) -> int:
         """Slots of the draft's cache."""
         return self.max_seq_len + self.max_draft_rows
-
-    def with_tree(self, tree: TreePlan) -> "Plan":
-        """The same plan with another default tree; PlanError if that exceeds max_draft_tokens."""
-        return replace(self, tree=tree)
 
     def override(
         self,
@@ -171,13 +166,24 @@ def _exact_fields(cls: type[Plan] | type[TreePlan], data: object, where: str) ->
     return dict(data)
 
 
-def _check_range(name: str, value: object, low: int, high: int, high_name: str = "") -> None:
+def _set_int(
+    plan: Plan | TreePlan,
+    name: str,
+    high: int,
+    high_name: str = "",
+    *,
+    low: int = 1,
+    where: str = "",
+) -> None:
+    """Stores a field as int, whatever integer type it has; PlanError outside [low, high]."""
+    value = getattr(plan, name)
     limit = f"{high_name} = {high}" if high_name else str(high)
-    if type(value) is not int:
-        raise PlanError(f"{name} is {value!r}: give an integer from {low} to {limit}")
-    if not low <= value <= high:
-        hint = "; raise max_seq_len or lower it" if high_name and value > high else ""
-        raise PlanError(f"{name} is {value}, allowed are {low} to {limit}{hint}")
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise PlanError(f"{where}{name} is {value!r}: give an integer from {low} to {limit}")
+    if not low <= int(value) <= high:
+        hint = "; raise max_seq_len or lower it" if high_name and int(value) > high else ""
+        raise PlanError(f"{where}{name} is {value}, allowed are {low} to {limit}{hint}")
+    object.__setattr__(plan, name, int(value))
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -2,8 +2,9 @@
 
 `Bundle.open` reads `manifest.json` and looks at the name, kind and size of every file it lists,
 so a copy that was cut short or a path that leaves the folder is refused by name, in
-milliseconds. Hashing gigabytes is `Bundle.verify_hashes`, for whoever asks. `describe_files` and
-`write_manifest` are the other direction, for export.
+milliseconds; small files, where a mix-up keeps the size, are hashed too. Hashing gigabytes is
+`Bundle.verify_hashes`, for whoever asks. `describe_files` and `write_manifest` are the other
+direction, for export.
 """
 
 import hashlib
@@ -14,12 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from eagle3.runtime.errors import BundleError
-from eagle3.runtime.manifest import FileInfo, Manifest
+from eagle3.runtime.manifest import TARGET_IDS_NAME, FileInfo, Manifest
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_NAME = "manifest.json.partial"
 MAX_MANIFEST_BYTES = 16 << 20
+MAX_SMALL_BYTES = 16 << 20
+"""Files up to this size are hashed whenever a bundle is opened."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Bundle:
         """Open the folder `path`.
 
         Raises BundleError when it is no bundle, is of another schema, or when a file is missing,
-        truncated, not a regular file or outside the folder. Contents are not hashed.
+        truncated, foreign, not a regular file or outside the folder. Files larger than
+        MAX_SMALL_BYTES are not hashed.
         """
         root = _bundle_folder(Path(path))
         try:
@@ -43,7 +50,13 @@ class Bundle:
             raise BundleError(f"{root / MANIFEST_NAME}: {error}") from error
         for name, info in manifest.files.items():
             _check_size(root, name, info)
-        return cls(root, manifest)
+        bundle = cls(root, manifest)
+        bundle._check_weight_files()
+        bundle._check_hashes(MAX_SMALL_BYTES)
+        bundle.chat_template()
+        if manifest.draft is not None:
+            bundle.target_ids()
+        return bundle
 
     def path(self, name: str) -> Path:
         """Absolute path of the file that the manifest lists as `name`; BundleError if none."""
@@ -51,9 +64,54 @@ class Bundle:
             raise BundleError(f"{self.root} has no file {name!r}; it has {[*self.manifest.files]}")
         return self.root / name
 
+    def chat_template(self) -> str | None:
+        """The source of the chat template, None when there is none; BundleError if not UTF-8."""
+        name = self.manifest.tokenizer.chat_template
+        if name is None:
+            return None
+        try:
+            return self.path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BundleError(
+                f"{self.root / name} cannot be read as UTF-8: {error}; export the bundle again"
+            ) from error
+
+    def target_ids(self) -> NDArray[np.int64]:
+        """The target's id of every draft id, [Vd] int64; only a bundle with a draft has them.
+
+        Raises BundleError unless they are different ids of the target's vocabulary.
+        """
+        path, info = self.path(TARGET_IDS_NAME), self.manifest.draft
+        assert info is not None
+        ids = _read_ids(path, info.draft_vocab_size)
+        vocab_size = self.manifest.target.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) != len(ids):
+            raise BundleError(
+                f"{path} holds ids from {ids.min()} to {ids.max()}, {len(np.unique(ids))} different"
+                f" ones of {len(ids)}; all must differ and be below target.vocab_size {vocab_size}:"
+                " export the bundle again"
+            )
+        return ids
+
     def verify_hashes(self) -> None:
         """Read every file and compare its SHA-256; BundleError names the first that differs."""
+        self._check_hashes(None)
+
+    def _check_weight_files(self) -> None:
+        """Weights that stand beside an engine's graph are read by it, so they must be listed."""
+        for engine in self.manifest.engines.values():
+            name = f"{engine.file}.data"
+            if name not in self.manifest.files and os.path.lexists(self.root / name):
+                raise BundleError(
+                    f"{self.root / name} is foreign: `files` does not list it, but"
+                    f" {engine.file} may read it; export the bundle again"
+                )
+
+    def _check_hashes(self, max_bytes: int | None) -> None:
+        """Compares the SHA-256 of every file of at most `max_bytes`."""
         for name, info in self.manifest.files.items():
+            if max_bytes is not None and info.size > max_bytes:
+                continue
             found = _sha256(_regular_file(self.root, name))
             if found != info.sha256:
                 raise BundleError(
@@ -140,6 +198,23 @@ def _check_size(root: Path, name: str, info: FileInfo) -> None:
             f"{root / name} is {fault}: it has {size} bytes, the manifest says {info.size};"
             " copy the bundle or export it again"
         )
+
+
+def _read_ids(path: Path, count: int) -> NDArray[np.int64]:
+    """The array [count] int64 in the .npy file; its header is checked before anything is read."""
+    try:
+        # Mapped: a header that promises terabytes allocates nothing.
+        stored = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy parses the header as Python and raises what that raises
+        raise BundleError(
+            f"{path} is no .npy file of integers: {error}; export the bundle again"
+        ) from error
+    if stored.dtype != np.int64 or stored.shape != (count,):
+        raise BundleError(
+            f"{path} holds {stored.dtype} {list(stored.shape)}, but draft.draft_vocab_size asks for"
+            f" int64 [{count}]: export the bundle again"
+        )
+    return np.array(stored)
 
 
 def _regular_file(root: Path, name: str) -> Path:

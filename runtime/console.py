@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from eagle3.runtime.chat import Prompt
 from eagle3.runtime.engine import Engine, Result
@@ -46,29 +46,50 @@ def interruptible() -> Iterator[threading.Event]:
 
 def stdin_text(note: Write) -> str:
     """All of stdin, less the newline that ends it. Raises RequestError if it is not UTF-8."""
-    if sys.stdin.isatty():
+    stdin = _open_stdin()
+    if stdin.isatty():
         note("reading the prompt from the terminal; Ctrl-D ends it")
-    data: bytes = sys.stdin.buffer.read()
     try:
-        text = data.decode("utf-8")
+        text = stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def typed_lines(note: Write) -> Iterator[str]:
-    """Lines of the terminal, with a prompt and line editing, or of whatever stdin is."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
-        return
+    """Lines of the terminal, with a prompt and line editing, or of whatever stdin is.
+
+    A line that is not UTF-8 is named and left out. Raises RequestError, at once, without a stdin.
+    """
+    stdin = _open_stdin()
+    if not stdin.isatty():
+        raw = iter(stdin.buffer)
+        return _lines(lambda: next(raw).decode("utf-8"), note)
     import readline  # noqa: F401  (gives input() its editing and history)
 
+    return _lines(lambda: input("> "), note)
+
+
+def _open_stdin() -> TextIO:
+    if sys.stdin is None:
+        raise RequestError("stdin is closed, so no text can be read from it: leave it open")
+    return sys.stdin
+
+
+def _lines(read: Callable[[], str], note: Write) -> Iterator[str]:
+    """What `read` gives until the end, which is StopIteration or, at a terminal, EOFError."""
     while True:
         try:
-            yield input("> ")
+            line = read()
+        except UnicodeDecodeError as error:
+            note(f"error: the line is not UTF-8: {error}")
+        except StopIteration:
+            return
         except EOFError:
             note("")
             return
+        else:
+            yield line
 
 
 def answer(engine: Engine, prompt: Prompt, write: Write, **options: Any) -> Result:

@@ -22,6 +22,7 @@ class Conversation:
             raise RequestError(
                 "this bundle has no chat template, so it cannot chat: use `eagle3 run --raw`"
             )
+        engine.stream([0], **options)  # never started: a bad option is refused before any question
         self._engine, self._note, self._options = engine, note, options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
@@ -36,7 +37,7 @@ class Conversation:
         self._turns.clear()
 
     def say(self, question: str, write: Write) -> None:
-        """Streams the answer to `write`. Raises PromptTooLong when even the question alone is.
+        """Streams the answer to `write`. Raises RequestError, which PromptTooLong is too.
 
         The oldest turns are dropped when the context has no room for an answer. What was
         generated before a Ctrl-C is kept as the answer.
@@ -73,7 +74,10 @@ class Conversation:
 
 
 def converse(talk: Conversation, lines: Iterator[str], write: Write, note: Write) -> None:
-    """Answers line after line until /exit or the end; /reset starts anew."""
+    """Answers line after line until /exit or the end; /reset starts anew.
+
+    A question that cannot be served is named and left out; the conversation goes on.
+    """
     for line in lines:
         question = line.strip()
         if question == EXIT:
@@ -84,5 +88,5 @@ def converse(talk: Conversation, lines: Iterator[str], write: Write, note: Write
         elif question:
             try:
                 talk.say(question, write)
-            except PromptTooLong as error:
+            except RequestError as error:
                 note(f"error: {error}")

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,16 +129,17 @@ class Decoding:
         root, past = self.sequence.token_ids[-1], place.past
         tree = draft.laid_out(root, carried) if self.rule.token_exact else draft
         output = self.target.verify(tree, past, self.rule.want_logits)
-        if tree.num_draft_tokens and output.next_token.min() < 0:
-            # A draft token that the target has no numbers for spoils every row that masks it.
-            self.target.clear(past)
-            tree = Tree.root_only(root)
-            output = self.target.verify(tree, past, self.rule.want_logits)
+        spoiled = tree.num_draft_tokens > 0 and output.next_token.min() < 0
+        if spoiled:
+            output = self._row_by_row(tree, past)
         accepted = self.rule.accept(tree, output, past)
         settled = Settled(accepted.path, accepted.token)
         if self.rule.token_exact:
             settled = settle(tree, accepted)
-        self.target.keep(past, settled.path)
+        if spoiled:
+            self._run_path(tree, past, settled.path)
+        else:
+            self.target.keep(past, settled.path)
         seen = [0, *accepted.path]
         features = None if output.features is None else output.features[seen]
         self.drafter.rewind(place.num_ahead)
@@ -148,6 +150,33 @@ class Decoding:
             num_ahead=len(accepted.path) - len(settled.path),
         )
         return following, accepted, self._commit(tree, output, settled)
+
+    def _row_by_row(self, tree: Tree, past: int) -> TargetOutput:
+        """Every row from a call of its own path, as plain decoding would come to it.
+
+        A draft token that the target has no numbers for spoils every row of its call: a masked
+        slot has weight 0, but 0 times NaN is NaN. The tree must not be dropped for it: that a drawn
+        token spoiled its call would then decide what is drawn instead.
+        """
+        each = [self._run_path(tree, past, tree.path(node)) for node in range(tree.num_nodes)]
+        return TargetOutput(
+            next_token=np.concatenate([out.next_token for out in each]),
+            logits=_stacked([out.logits for out in each]),
+            features=_stacked([out.features for out in each]),
+        )
+
+    def _run_path(self, tree: Tree, past: int, path: tuple[int, ...]) -> TargetOutput:
+        """Root and `path` alone in a clean cache; copies of the last row."""
+        self.target.clear(past)
+        tokens = [tree.token_list[node] for node in path]
+        chain = Tree.chain(tree.token_list[0], tokens)
+        out = self.target.verify(chain, past, self.rule.want_logits)
+        last = slice(len(path), None)
+        return TargetOutput(
+            next_token=out.next_token[last].copy(),
+            logits=None if out.logits is None else out.logits[last].copy(),
+            features=None if out.features is None else out.features[last].copy(),
+        )
 
     def _still_fits(self, place: _Place) -> tuple[int, ...]:
         """The carried tokens that the context and the tokens asked for leave room for."""
@@ -184,3 +213,9 @@ class Decoding:
         self.history.append(committed.token_ids)
         shown = None if logprobs is None else tuple(logprobs[: len(committed.token_ids)])
         return Round(committed, shown)
+
+
+def _stacked(rows: list[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """[M, ...] of M rows [1, ...]; None when they are None."""
+    there = [row for row in rows if row is not None]
+    return np.concatenate(there) if there else None

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.session import Buffer, Clock, KvCache, Session, Values
+from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec
+from eagle3.runtime.session import (
+    Bound,
+    Buffer,
+    Clock,
+    KvCache,
+    Values,
+    cache_specs,
+    load_session,
+)
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -38,14 +48,16 @@ class DraftEngine:
         manifest = bundle.manifest
         plan, info = manifest.plan, manifest.draft
         assert info is not None
+        # First, so that a manifest which does not fit the graphs sizes no buffer.
+        fuse, draft = _bound_fuse(manifest, info), _bound_draft(manifest, info)
+        self._fuse = load_session(bundle, "draft_fuse", fuse, threads, clock)
+        self._draft = load_session(bundle, "draft", draft, threads, clock)
         dtype = np.dtype(plan.dtype)
         self.draft_vocab_size, self.hidden_size = info.draft_vocab_size, info.hidden_size
         self.feature_size = manifest.target.feature_size
         self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
         capacity = plan.draft_capacity
         self._cache = KvCache(1, info.num_kv_heads, capacity, info.head_dim, dtype)
-        self._fuse = self._load(bundle, "draft_fuse", threads, clock)
-        self._draft = self._load(bundle, "draft", threads, clock)
         self.num_rows = self._num_used = 0
         rows, top = self.max_rows, plan.max_draft_tokens
         self._features = Buffer(rows * self.feature_size, dtype)
@@ -59,10 +71,6 @@ class DraftEngine:
         self._logits = Buffer(top * self.draft_vocab_size, np.float32)
         self._causal = np.tril(np.ones((rows, rows), np.bool_))
         self._bound_past, self._bound_present = self._cache.bindings()
-
-    @staticmethod
-    def _load(bundle: Bundle, name: str, threads: int, clock: Clock) -> Session:
-        return Session(bundle.path(bundle.manifest.engines[name].file), name, threads, clock)
 
     def reset(self) -> None:
         """Forgets all rows, and NaN that a broken head or target may have left in them."""
@@ -157,3 +165,37 @@ class DraftEngine:
         if want_logits:
             outputs["logits"] = self._logits.value(1, picked, self.draft_vocab_size)
         return inputs, outputs
+
+
+def _bound_fuse(manifest: Manifest, info: DraftInfo) -> Bound:
+    """What `extend` binds."""
+    dtype = manifest.plan.dtype
+    return Bound(
+        [TensorSpec("features", dtype, ("B", "N", manifest.target.feature_size))],
+        [TensorSpec("hidden", dtype, ("B", "N", info.hidden_size))],
+    )
+
+
+def _bound_draft(manifest: Manifest, info: DraftInfo) -> Bound:
+    """What `_values` binds."""
+    plan, width = manifest.plan, info.hidden_size
+    cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
+    inputs = (
+        TensorSpec("input_ids", "int64", ("B", "N")),
+        TensorSpec("position_ids", "int64", ("B", "N")),
+        TensorSpec("hidden", plan.dtype, ("B", "N", width)),
+        TensorSpec("tree_mask", "bool", ("B", "N", "W")),
+        TensorSpec("past_len", "int64", ("B",)),
+        TensorSpec("logit_rows", "int64", ("B", "M")),
+        TensorSpec("top_k", "int64", (1,)),
+    )
+    outputs = (
+        TensorSpec("top_ids", "int64", ("B", "M", "K")),
+        TensorSpec("top_log_probs", "float32", ("B", "M", "K")),
+        TensorSpec("hidden_out", plan.dtype, ("B", "N", width)),
+        TensorSpec("logits", "float32", ("B", "M", info.draft_vocab_size)),
+    )
+    return Bound(
+        chain(inputs, cache_specs("past", 1, cache, plan.dtype)),
+        chain(outputs, cache_specs("present", 1, cache, plan.dtype)),
+    )

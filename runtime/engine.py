@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -115,7 +116,7 @@ class Engine:
         self.tokenizer = load_tokenizer(bundle)
         self.chat_template = _chat_template(bundle)
         self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._owner: threading.Thread | None = None
         self.drafter(self.default_drafter)
 
     @property
@@ -161,12 +162,13 @@ class Engine:
     ) -> Iterator[Chunk]:
         """Yields what each round commits; closing the iterator cancels the request.
 
-        prompt: a text (a user's message with chat=True, as it is with chat=False), a list of
-        messages, or token ids. drafter: None for the bundle's, "none" for plain decoding; naming
-        one, or any of the three draft sizes, also keeps speculation on where it does not pay.
-        acceptance: "rejection" or "coupled" (same seed, same text, with any drafter). logprobs: how
-        many alternatives to give for each token. cancel: ends the request after the round in
-        flight when it is set.
+        One request runs at a time: a stream holds the engine until it is read to its end or closed,
+        and requests of other threads wait. prompt: a text (a user's message with chat=True, as it
+        is with chat=False), a list of messages, or token ids. drafter: None for the bundle's,
+        "none" for plain decoding; naming one, or any of the three draft sizes, also keeps
+        speculation on where it does not pay. acceptance: "rejection" or "coupled" (same seed, same
+        text, with any drafter). logprobs: how many alternatives to give for each token. cancel:
+        ends the request after the round in flight when it is set.
 
         Raises RequestError (PromptTooLong, ...) before anything runs; EngineError if an engine
         fails.
@@ -206,6 +208,8 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
         """Token ids of a prompt. Raises PromptTooLong, RequestError."""
+        if not isinstance(chat, bool):
+            raise RequestError(f"chat is {chat!r}: give True or False")
         vocab_size = self.bundle.manifest.target.vocab_size
         ids = encode_prompt(prompt, self.tokenizer, self.chat_template, chat, vocab_size)
         if len(ids) > self.target.capacity:
@@ -221,8 +225,10 @@ class Engine:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _run(self, request: Request) -> Iterator[Chunk]:
-        with self.turn():
-            yield from self._chunks(request)
+        with self.turn() as turn:
+            for chunk in self._chunks(request):
+                yield chunk
+                turn.resume()
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         prompt = np.asarray(request.prompt_ids, np.int64)
@@ -294,20 +300,28 @@ class Engine:
 
 
 class _Turn:
-    """Holds the engine for one request; waits for other threads, refuses its own."""
+    """Holds the engine for one request; waits for other threads, refuses its own.
+
+    A stream that is read by several threads belongs to the one that read it last.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Turn:
         engine = self._engine
-        if engine._owner == threading.get_ident():
+        if engine._owner is threading.current_thread():
             raise RequestError(
                 "a stream of this engine is still open in this thread; read it to its end or "
                 "close() it before the next request"
             )
         engine._lock.acquire()
-        engine._owner = threading.get_ident()
+        self.resume()
+        return self
+
+    def resume(self) -> None:
+        """The current thread goes on with the request."""
+        self._engine._owner = threading.current_thread()
 
     def __exit__(self, *_: object) -> None:
         self._engine._owner = None
@@ -330,11 +344,10 @@ def load(
 
 
 def _chat_template(bundle: Bundle) -> ChatTemplate | None:
-    info = bundle.manifest.tokenizer
-    if info.chat_template is None:
+    source = bundle.chat_template()
+    if source is None:
         return None
-    source = bundle.path(info.chat_template).read_text(encoding="utf-8")
-    return ChatTemplate(source, info.special_tokens)
+    return ChatTemplate(source, bundle.manifest.tokenizer.special_tokens)
 
 
 def _chunk(each: Round, result: Result | None) -> Chunk:
@@ -378,6 +391,6 @@ def _checked_logprobs(logprobs: int | bool | None) -> int | None:
     if logprobs is None or logprobs is False:
         return None
     count = 0 if logprobs is True else logprobs
-    if not isinstance(count, int) or not 0 <= count <= MAX_LOGPROBS:
+    if not isinstance(count, Integral) or not 0 <= int(count) <= MAX_LOGPROBS:
         raise RequestError(f"logprobs is {logprobs!r}: give an integer from 0 to {MAX_LOGPROBS}")
-    return count
+    return int(count)

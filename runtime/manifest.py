@@ -18,6 +18,11 @@ from eagle3.runtime.errors import BundleError, PlanError
 FORMAT = "eagle3-bundle"
 SCHEMA_VERSION = 1
 
+TARGET_IDS_NAME = "target_ids.npy"
+"""The file of a bundle with a draft that maps draft ids to the target's ids."""
+DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft")}
+"""Draft method -> the engines it needs besides `target`."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -54,7 +59,7 @@ class TargetInfo:
     aux_layer_ids: tuple[Index, ...]
     """HF `hidden_states` indices that are fused, low to high; empty when there is no draft."""
     feature_size: Index
-    """Width of the `features` output: usually len(aux_layer_ids) * hidden_size; 0 without."""
+    """Width of the `features` output: len(aux_layer_ids) * hidden_size with a draft."""
     source: Text
 
 
@@ -158,7 +163,9 @@ class Manifest:
         """Read a manifest; BundleError for another format or version, or a field amiss."""
         body = _without_head(_json_object(data, "manifest"))
         manifest: Manifest = _read(cls, body, "")
+        _check_engines(manifest)
         _check_references(manifest)
+        _check_eos(manifest)
         _check_draft(manifest)
         return manifest
 
@@ -176,12 +183,44 @@ def _without_head(data: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in data.items() if k not in ("format", "schema_version")}
 
 
+def _check_engines(manifest: Manifest) -> None:
+    """The method must be known, and each engine that it runs must be there."""
+    needed: tuple[str, ...] = ("target",)
+    if manifest.draft is not None:
+        method = manifest.draft.method
+        if method not in DRAFT_ENGINES:
+            raise BundleError(
+                f"draft.method is {method!r}, this eagle3 knows {', '.join(DRAFT_ENGINES)}:"
+                " install the eagle3 that wrote the bundle, or export it again"
+            )
+        needed += DRAFT_ENGINES[method]
+    missing = [name for name in needed if name not in manifest.engines]
+    if missing:
+        raise BundleError(
+            f"engines has {[*manifest.engines]} and lacks {missing}: export the bundle again"
+        )
+
+
+def _check_eos(manifest: Manifest) -> None:
+    """An EOS that the target cannot produce would never end a text."""
+    vocab_size = manifest.target.vocab_size
+    for field in ("tokenizer", "generation"):
+        beyond = [i for i in getattr(manifest, field).eos_token_ids if i >= vocab_size]
+        if beyond:
+            raise BundleError(
+                f"{field}.eos_token_ids has {beyond}, but target.vocab_size is {vocab_size}:"
+                " export the bundle again"
+            )
+
+
 def _check_references(manifest: Manifest) -> None:
     """Every file that another field names must be listed in `files`, with its size and hash."""
     named = {f"engines.{name}.file": engine.file for name, engine in manifest.engines.items()}
     named["tokenizer.file"] = manifest.tokenizer.file
     if manifest.tokenizer.chat_template is not None:
         named["tokenizer.chat_template"] = manifest.tokenizer.chat_template
+    if manifest.draft is not None:
+        named["draft's map to the target's ids"] = TARGET_IDS_NAME
     for field, file in named.items():
         if file not in manifest.files:
             raise BundleError(
@@ -199,7 +238,16 @@ def _check_draft(manifest: Manifest) -> None:
             f"target.aux_layer_ids names hidden_states {beyond}, but num_layers is"
             f" {target.num_layers}: export the bundle again"
         )
-    if draft is not None and draft.draft_vocab_size > target.vocab_size:
+    if draft is None:
+        return
+    width = len(target.aux_layer_ids) * target.hidden_size
+    if target.feature_size != width:
+        raise BundleError(
+            f"target.feature_size is {target.feature_size}, but {len(target.aux_layer_ids)}"
+            f" aux_layer_ids of hidden_size {target.hidden_size} make {width}: export the bundle"
+            " again"
+        )
+    if draft.draft_vocab_size > target.vocab_size:
         raise BundleError(
             f"draft.draft_vocab_size is {draft.draft_vocab_size}, more than target.vocab_size"
             f" {target.vocab_size}: this draft belongs to another target"

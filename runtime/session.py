@@ -2,12 +2,14 @@
 
 Who owns what: a `Buffer` owns its memory for the life of the engine; a call sees views of its
 front. Past and present of a cache are the same OrtValue, so an engine writes it in place.
+`load_session` compares a graph with its manifest and with what its caller will bind, so that a
+foreign one is refused before anything is allocated for it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import BundleError, EngineError, EngineMissing
+from eagle3.runtime.manifest import TensorSpec
 
 Values = tuple[Mapping[str, Any], Mapping[str, Any]]  # OrtValues by name: inputs, outputs
 
 _ALIGNMENT = 64  # bytes; what ONNX Runtime's kernels like
+_MAX_BINDINGS = 256
+_BACKEND = "ort-cpu"
+_DTYPES = {"tensor(float)": "float32"}  # of other dtypes `tensor(X)`, X is our name
 
 
 def import_onnxruntime() -> Any:
@@ -118,7 +125,7 @@ class Clock:
 
 
 class Session:
-    """One compiled graph. Calls of equal shapes reuse one binding."""
+    """One compiled graph. Calls of equal shapes reuse one of the newest bindings."""
 
     def __init__(self, path: Path, name: str, threads: int, clock: Clock) -> None:
         ort = import_onnxruntime()
@@ -135,7 +142,8 @@ class Session:
         except Exception as error:
             raise BundleError(f"engine '{name}' ({path}) cannot be loaded: {error}") from error
         self.name = name
-        self.output_names = frozenset(each.name for each in self._session.get_outputs())
+        self.inputs = tuple(map(_tensor_spec, self._session.get_inputs()))
+        self.outputs = tuple(map(_tensor_spec, self._session.get_outputs()))
         self._clock = clock
         self._bindings: dict[Hashable, Any] = {}
 
@@ -145,16 +153,23 @@ class Session:
         `key` names the shapes of the call: it is bound once, and with a key seen before the same
         memory is read and written again. Raises EngineError when ONNX Runtime fails.
         """
-        binding = self._bindings.get(key)
-        if binding is None:
-            binding = self._bindings[key] = self._bind(*values())
-        start = time.perf_counter_ns()
         try:
+            binding = self._bindings.get(key)
+            if binding is None:
+                binding = self._remember(key, self._bind(*values()))
+            start = time.perf_counter_ns()
             self._session.run_with_iobinding(binding)
         except Exception as error:
             raise EngineError(f"engine '{self.name}' failed: {error}") from error
         self._clock.engine_ns += time.perf_counter_ns() - start
         self._clock.calls[self.name] = self._clock.calls.get(self.name, 0) + 1
+
+    def _remember(self, key: Hashable, binding: Any) -> Any:
+        """Keeps the binding; the oldest one goes when there are too many."""
+        while len(self._bindings) >= _MAX_BINDINGS:
+            del self._bindings[next(iter(self._bindings))]
+        self._bindings[key] = binding
+        return binding
 
     def _bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
         binding = self._session.io_binding()
@@ -163,3 +178,90 @@ class Session:
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
         return binding
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a caller binds to an engine: every input, and the outputs that it may ask for.
+
+    Both are read lazily, up to the first that the engine has not: a manifest may claim any
+    number of layers.
+    """
+
+    inputs: Iterable[TensorSpec]
+    outputs: Iterable[TensorSpec]
+
+
+def cache_specs(
+    prefix: str, num_layers: int, shape: tuple[int, int, int], dtype: str
+) -> Iterator[TensorSpec]:
+    """The caches `prefix`_k.0, `prefix`_v.0, ... of an engine; shape: Hkv, S, D."""
+    for layer in range(num_layers):
+        for kind in "kv":
+            yield TensorSpec(f"{prefix}_{kind}.{layer}", dtype, ("B", *shape))
+
+
+def load_session(bundle: Bundle, name: str, bound: Bound, threads: int, clock: Clock) -> Session:
+    """Loads engine `name` of a bundle.
+
+    Raises BundleError when it was built for another backend, cannot be loaded, or when its inputs
+    and outputs are not those of its manifest and of `bound`.
+    """
+    _refuse_other_backend(bundle)
+    info = bundle.manifest.engines[name]
+    session = Session(bundle.path(info.file), name, threads, clock)
+    where = f"engine '{name}' ({bundle.path(info.file)})"
+    inputs, outputs = f"{where}: input", f"{where}: output"
+    _compare(session.inputs, info.inputs, inputs, "its manifest")
+    _compare(session.outputs, info.outputs, outputs, "its manifest")
+    sizes = "the sizes in the manifest"
+    _compare(session.inputs, bound.inputs, inputs, sizes)
+    _compare(session.outputs, bound.outputs, outputs, sizes, more_allowed=True)
+    return session
+
+
+def _refuse_other_backend(bundle: Bundle) -> None:
+    plan = bundle.manifest.plan
+    if plan.backend != _BACKEND:
+        raise BundleError(
+            f"{bundle.root} was built for backend {plan.backend} in {plan.dtype}, here runs"
+            f" {_BACKEND}: export it again with --dtype float32"
+        )
+
+
+def _tensor_spec(value: Any) -> TensorSpec:
+    """An input or output as ONNX Runtime describes it; an unnamed dimension is "?"."""
+    dtype = _DTYPES.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
+    return TensorSpec(value.name, dtype, tuple("?" if dim is None else dim for dim in value.shape))
+
+
+def _compare(
+    found: Sequence[TensorSpec],
+    expected: Iterable[TensorSpec],
+    where: str,
+    source: str,
+    *,
+    more_allowed: bool = False,
+) -> None:
+    """Names, dtypes, ranks and static dimensions; what a symbolic dimension is called is free."""
+    left = {spec.name: spec for spec in found}
+    for spec in expected:
+        own = left.pop(spec.name, None)
+        if own is None or _static(own) != _static(spec):
+            raise BundleError(
+                f"{where} {_say(spec)} is asked for by {source}, the graph has"
+                f" {'none of that name' if own is None else _say(own)}: export the bundle again"
+            )
+    if left and not more_allowed:
+        raise BundleError(
+            f"{where} {_say(next(iter(left.values())))} is unknown to {source}: export the bundle"
+            " again"
+        )
+
+
+def _static(spec: TensorSpec) -> tuple[str, list[int | None]]:
+    return spec.dtype, [dim if isinstance(dim, int) else None for dim in spec.shape]
+
+
+def _say(spec: TensorSpec) -> str:
+    return f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]"

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.session import Buffer, Clock, KvCache, Session, Values
+from eagle3.runtime.manifest import Manifest, TensorSpec
+from eagle3.runtime.session import (
+    Bound,
+    Buffer,
+    Clock,
+    KvCache,
+    Values,
+    cache_specs,
+    load_session,
+)
 from eagle3.runtime.tree import Tree
 
 Int64s = NDArray[np.int64]
@@ -38,7 +48,8 @@ class TargetEngine:
 
     def __init__(self, bundle: Bundle, threads: int, clock: Clock) -> None:
         plan, info = bundle.manifest.plan, bundle.manifest.target
-        file = bundle.manifest.engines["target"].file
+        # First, so that a manifest which does not fit the graph sizes no buffer.
+        self._session = load_session(bundle, "target", _bound(bundle.manifest), threads, clock)
         dtype = np.dtype(plan.dtype)
         self.vocab_size, self.feature_size = info.vocab_size, info.feature_size
         self.capacity = plan.max_seq_len
@@ -48,7 +59,6 @@ class TargetEngine:
         self._cache = KvCache(
             info.num_layers, info.num_kv_heads, plan.cache_capacity, info.head_dim, dtype
         )
-        self._session = Session(bundle.path(file), "target", threads, clock)
         rows, picked = self.max_rows, self._max_logit_rows
         self._ids, self._positions = Buffer(rows, np.int64), Buffer(rows, np.int64)
         self._mask = Buffer(rows * rows, np.bool_)
@@ -125,3 +135,26 @@ class TargetEngine:
                 else None
             ),
         )
+
+
+def _bound(manifest: Manifest) -> Bound:
+    """What `_values` binds."""
+    plan, info = manifest.plan, manifest.target
+    cache = (info.num_kv_heads, plan.cache_capacity, info.head_dim)
+    inputs = (
+        TensorSpec("input_ids", "int64", ("B", "N")),
+        TensorSpec("position_ids", "int64", ("B", "N")),
+        TensorSpec("tree_mask", "bool", ("B", "N", "N")),
+        TensorSpec("past_len", "int64", ("B",)),
+        TensorSpec("logit_rows", "int64", ("B", "M")),
+    )
+    outputs = [
+        TensorSpec("next_token", "int64", ("B", "M")),
+        TensorSpec("logits", "float32", ("B", "M", info.vocab_size)),
+    ]
+    if info.feature_size:
+        outputs.append(TensorSpec("features", plan.dtype, ("B", "N", info.feature_size)))
+    return Bound(
+        chain(inputs, cache_specs("past", info.num_layers, cache, plan.dtype)),
+        chain(outputs, cache_specs("present", info.num_layers, cache, plan.dtype)),
+    )

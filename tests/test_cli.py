@@ -21,12 +21,13 @@ import eagle3
 from eagle3 import cli
 from eagle3.export import build
 from eagle3.plans.plan import Plan, TreePlan
+from eagle3.runtime import bundle as bundle_module
 from eagle3.runtime import console, doctor, rules, session
 from eagle3.runtime import engine as engine_module
 from eagle3.runtime import verify as checks
 from eagle3.runtime.accept import Accepted
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.conversation import Conversation
+from eagle3.runtime.conversation import Conversation, converse
 from eagle3.runtime.errors import EngineError, EngineMissing, RequestError
 from eagle3.runtime.stats import Stats
 
@@ -138,6 +139,7 @@ def test_an_error_of_several_lines_is_one(
         ["run", "b", "t3", "--logit-bias", "3"],
         ["run", "b", "t3", "--logit-bias", "x=1"],
         ["run", "b", "t3", "--no-draft", "--drafter", "eagle3"],
+        ["run", "b", "t3", "--logprobs", "2"],
         ["export", "--target", "x", "--draft", "none"],
         ["export", "--target", "x", "--draft", "none", "-o", "y", "--aux-layers", "1;2"],
         ["export", "--target", "x", "--draft", "none", "-o", "y", "--dtype", "int3"],
@@ -191,6 +193,14 @@ def test_stdin_that_is_no_utf8(loaded: eagle3.Engine) -> None:
     failed(call("run", "b", stdin=b"\xff\xfe"), 1, "not UTF-8")
 
 
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_stdin_that_is_closed(command: str) -> None:
+    words = shlex.join([sys.executable, "-m", "eagle3.cli", command, "b"])
+    done = subprocess.run(["sh", "-c", f"{words} <&-"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: stdin is closed") and done.stderr.count("\n") == 1
+
+
 def test_json_is_all_there_is_on_stdout(loaded: eagle3.Engine) -> None:
     result = call("run", "b", "t3", "--json", "--max-new-tokens", "4", "--logprobs", "2")
     data = json.loads(result.stdout)
@@ -223,7 +233,7 @@ def test_every_option_reaches_the_engine(
         " --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3"
         " --logit-bias 4=-100 --logit-bias 5=1.5 --seed 7 --acceptance coupled --stop t8"
         " --stop t9 --drafter eagle3 --draft-top-k 2 --draft-depth 2 --num-draft-tokens 4"
-        " --logprobs 1 --raw"
+        " --logprobs 1 --json --raw"
     )
     assert call("run", "b", "t3 t5", *given.split()).exit_code == 0
     del seen["cancel"]
@@ -357,7 +367,8 @@ def test_chat_remembers_until_reset(loaded: eagle3.Engine, monkeypatch: pytest.M
     stream = loaded.stream
 
     def spied(prompt: Any, **options: Any) -> Iterator[eagle3.Chunk]:
-        seen.append([dict(message) for message in prompt])
+        if isinstance(prompt[0], dict):
+            seen.append([dict(message) for message in prompt])
         return stream(prompt, **options)
 
     monkeypatch.setattr(loaded, "stream", spied)
@@ -371,6 +382,12 @@ def test_chat_remembers_until_reset(loaded: eagle3.Engine, monkeypatch: pytest.M
     ]
     assert result.stdout.splitlines()[0] == seen[1][2]["content"]
     assert "starts anew" in result.stderr
+
+
+def test_chat_refuses_a_bad_option_before_any_question(loaded: eagle3.Engine) -> None:
+    result = call("chat", "b", "--temperature", "-1", stdin="t3\n")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert "temperature is -1.0" in result.stderr
 
 
 def test_chat_drops_the_oldest_turns_and_says_so(engine: eagle3.Engine) -> None:
@@ -390,6 +407,36 @@ def test_chat_goes_on_after_a_question_that_is_too_long(loaded: eagle3.Engine) -
     assert result.exit_code == 0
     assert "error: the prompt has 20" in result.stderr
     assert result.stdout.strip()
+
+
+def test_chat_goes_on_after_a_line_that_is_no_utf8(loaded: eagle3.Engine) -> None:
+    result = call("chat", "b", "--max-new-tokens", "2", stdin=b"t3 \xff\nt3\n")
+    assert result.exit_code == 0, result.output
+    assert "error: the line is not UTF-8" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_chat_goes_on_after_a_question_that_cannot_be_encoded(engine: eagle3.Engine) -> None:
+    notes: list[str] = []
+    talk = Conversation(engine, notes.append, max_new_tokens=2)
+    converse(talk, iter(["t3 \udcff", "t3"]), lambda _: None, notes.append)
+    assert notes[0].startswith("error: the prompt cannot be encoded")
+    assert [message["content"] for message in talk.messages][0] == "t3"
+
+
+def test_a_terminal_line_that_is_no_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    typed: Iterator[Any] = iter([bad, "t3", EOFError()])
+
+    def read() -> str:
+        line = next(typed)
+        if isinstance(line, Exception):
+            raise line
+        return str(line)
+
+    notes: list[str] = []
+    assert list(console._lines(read, notes.append)) == ["t3"]
+    assert "not UTF-8" in notes[0] and notes[1:] == [""]
 
 
 def test_ctrl_c_in_chat_keeps_the_part_of_the_answer(
@@ -458,7 +505,11 @@ def test_inspect_in_words_and_as_json(bundle: Bundle) -> None:
     assert data["plan"]["tree"]["num_draft_tokens"] == 6
 
 
-def test_inspect_finds_an_altered_file(bundle: Bundle, tmp_path: Path) -> None:
+def test_inspect_finds_an_altered_file(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One too large to be hashed whenever the bundle is opened."""
+    monkeypatch.setattr(bundle_module, "MAX_SMALL_BYTES", 0)
     for path in bundle.root.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     altered = bytearray((tmp_path / "target.onnx").read_bytes())

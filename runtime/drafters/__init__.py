@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.drafters.base import Drafter, DraftRequest, NoDrafter
 from eagle3.runtime.session import Clock
@@ -25,7 +23,7 @@ def _eagle3(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
     from eagle3.runtime.draft import DraftEngine
     from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
 
-    target_ids = np.load(bundle.path("target_ids.npy"), allow_pickle=False)
+    target_ids = bundle.target_ids()
     engine = DraftEngine(bundle, threads, clock)
     return Eagle3Drafter(engine, target_ids, bundle.manifest.target.vocab_size)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import eagle3
 from eagle3.export.attention import KeyWindow
-from eagle3.export.build import ExportRequest, export_bundle
+from eagle3.export.build import ExportRequest, _publish, export_bundle
 from eagle3.export.check import INT8_TOLERANCE, SelfCheck, _tokens, check_bundle
 from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_head
@@ -81,6 +81,78 @@ def test_a_failed_self_check_writes_nothing(
     assert "tolerance" in str(caught.value) and not list(tmp_path.iterdir())
 
 
+def test_force_replaces_a_bundle(shallow_folder: Path, bundle: Bundle, tmp_path: Path) -> None:
+    shutil.copytree(bundle.root, tmp_path / "out")
+    new, _ = export_bundle(request_of(shallow_folder, tmp_path / "out", force=True))
+    assert new.manifest.draft is None and bundle.manifest.draft is not None
+    assert {p.name for p in new.root.iterdir()} == {*new.manifest.files, "manifest.json"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> tuple[Path, Path]:
+    """A new bundle that waits to be renamed to `out`, where an old one stands."""
+    for name in ("new", "out"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(name)
+    return tmp_path / "new", tmp_path / "out"
+
+
+def failing_renames(monkeypatch: pytest.MonkeyPatch, error: BaseException, *fails: bool) -> None:
+    """Each rename fails or does not, in turn."""
+    rename, turns = Path.rename, iter(fails)
+
+    def failing(self: Path, to: Path) -> Path:
+        if next(turns):
+            raise error
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+
+
+@pytest.mark.parametrize("fails", [(True,), (False, True, False)])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(OSError("full"), ExportError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_a_failed_rename_leaves_the_old_bundle(
+    finished: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    fails: tuple[bool, ...],
+    error: BaseException,
+    raised: type[BaseException],
+) -> None:
+    before = snapshot(finished[1].parent)
+    failing_renames(monkeypatch, error, *fails)
+    with pytest.raises(raised):
+        _publish(*finished)
+    assert snapshot(finished[1].parent) == before
+    assert sorted(p.name for p in finished[1].parent.iterdir()) == ["new", "out"]
+
+
+def test_an_old_bundle_that_cannot_be_moved_back_is_kept(
+    finished: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_renames(monkeypatch, OSError("full"), False, True, True)
+    with pytest.raises(ExportError, match=r"the old bundle is now (.*)") as caught:
+        _publish(*finished)
+    kept = Path(str(caught.value).split("is now ")[1])
+    assert (kept / "manifest.json").read_text() == "out"
+
+
+def test_an_output_that_appears_during_the_export_is_kept(
+    shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def appear(*_: Any) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.tex").write_text("years of work")
+
+    monkeypatch.setattr("eagle3.export.build._write_engines", appear)
+    monkeypatch.setattr("eagle3.export.build._finish", lambda *_: None)
+    with pytest.raises(ExportError, match=r"thesis\.tex"):
+        export_bundle(request_of(shallow_folder, tmp_path / "out", force=True))
+    assert snapshot(tmp_path) == {"out/thesis.tex": b"years of work"}
+
+
 def refuses_to_start(request: ExportRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     def too_late(*_: Any, **__: Any) -> Any:
         raise AssertionError("the output is looked at before anything is loaded")
@@ -98,6 +170,14 @@ def test_an_existing_output_needs_force(
     assert "--force" in message
 
 
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_an_output_needs_a_name(
+    shallow_folder: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    request = request_of(shallow_folder, Path(output), force=True)
+    assert "./bundle" in refuses_to_start(request, monkeypatch)
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_no_bundle_is_never_replaced(
     shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
@@ -112,6 +192,70 @@ def test_what_is_no_bundle_is_never_replaced(
     inside = request_of(shallow_folder, tmp_path / "file" / "out")
     assert "file" in refuses_to_start(inside, monkeypatch)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("manifest", "says"),
+    [
+        ('{"name": "a web app"}', "its manifest.json has not the format 'eagle3-bundle'"),
+        ("[1]", "its manifest.json has not the format"),
+        ("{", "no readable manifest.json"),
+        ('{"format": "eagle3-bundle"}', "does not list app;"),
+        ('{"format": "eagle3-bundle", "files": 3}', "does not list app;"),
+    ],
+)
+def test_a_folder_with_another_manifest_is_never_replaced(
+    shallow_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    manifest: str,
+    says: str,
+) -> None:
+    (tmp_path / "out" / "app").mkdir(parents=True)
+    (tmp_path / "out" / "app" / "index.html").write_text("years of work")
+    (tmp_path / "out" / "manifest.json").write_text(manifest)
+    message = refuses_to_start(
+        request_of(shallow_folder, tmp_path / "out", force=True), monkeypatch
+    )
+    assert says in message and "app" in message
+
+
+def test_a_bundle_with_a_file_of_its_owner_is_never_replaced(
+    shallow_folder: Path, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundle.root, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("what I measured")
+    request = request_of(shallow_folder, tmp_path / "out", force=True)
+    assert "does not list notes.txt;" in refuses_to_start(request, monkeypatch)
+
+
+def test_a_parent_that_cannot_be_written_is_said_first(
+    shallow_folder: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**_: Any) -> str:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    request = request_of(shallow_folder, bundle.root, force=True)
+    assert "cannot be written: read-only" in refuses_to_start(request, monkeypatch)
+
+
+def test_a_draft_that_is_none_is_said_first(
+    shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, says in (("nowhere", "no such folder"), ("empty", "config.json is missing")):
+        request = request_of(shallow_folder, tmp_path / "out", draft=str(tmp_path / name))
+        assert says in refuses_to_start(request, monkeypatch)
+
+
+def test_a_length_that_the_target_does_not_know_is_said_before_its_weights_are_read(
+    shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eagle3.export.target.AutoModelForCausalLM", None)
+    plan = tiny.tiny_plan(max_seq_len=513)
+    with pytest.raises(ExportError, match=r"max_seq_len 513 .* max_position_embeddings 512"):
+        export_bundle(request_of(shallow_folder, tmp_path / "out", plan=plan))
 
 
 # What a bundle consists of
@@ -169,7 +313,7 @@ def test_the_graphs_are_valid_onnx_with_named_dimensions(full_bundle: Bundle) ->
             onnx.checker.check_model(full_bundle.path(engine.file))
     target = {s.name: s.shape for s in full_bundle.manifest.engines["target"].inputs}
     assert target["input_ids"] == ("B", "N") and target["tree_mask"] == ("B", "N", "N")
-    assert target["past_k.0"] == ("B", 2, 128, 8)
+    assert target["past_k.0"] == ("B", 2, 129, 8)  # one slot more than max_seq_len
     outputs = {s.name: s.shape for s in full_bundle.manifest.engines["target"].outputs}
     assert outputs["logits"] == ("B", "M", 64) and outputs["next_token"] == ("B", "M")
     assert outputs["features"] == ("B", "N", 3 * tiny.HIDDEN)

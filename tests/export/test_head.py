@@ -209,6 +209,44 @@ def test_a_rope_that_is_not_understood_is_refused(head: Checkpoint, rope: Any, n
     assert named in head.refusal()
 
 
+@pytest.mark.parametrize("value", ["abc", [1], 0, -5, math.inf, math.nan, True, 10**400])
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_numbers_out_of_range_are_named(head: Checkpoint, key: str, value: Any) -> None:
+    """A theta of 0 is not the default's."""
+    head.config[key] = value
+    message = head.refusal()
+    assert f"has {key} {value!r:.80}; a number above 0" in message
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": ["x"]}, "rope_type is ['x']; supported are default"),
+        ({"type": 3}, "rope_type is 3"),
+        ({"rope_type": "linear", "factor": "x"}, "factor 'x'"),
+        ({"rope_type": "linear", "factor": 0}, "factor 0"),
+        ({"rope_type": "yarn", "factor": -2}, "factor -2"),
+        ({"rope_type": "yarn", "factor": 2, "beta_fast": "x"}, "beta_fast 'x'"),
+        ({**LLAMA3, "low_freq_factor": [1]}, "low_freq_factor [1]"),
+        ({"rope_type": "default", "rope_theta": 0}, "rope_theta 0"),
+        ([], "rope_scaling is [], not an object"),
+    ],
+)
+def test_rope_values_out_of_range_are_named(head: Checkpoint, rope: Any, named: str) -> None:
+    head.config["rope_scaling"] = rope
+    assert named in head.refusal()
+
+
+def test_a_theta_that_is_null_counts_as_missing(head: Checkpoint) -> None:
+    head.config |= {"rope_theta": 700, "rope_parameters": {"rope_theta": None}}
+    config = head.read().config
+    assert config.rope["rope_theta"] == 700.0 and config.conventions["rope"].source == "config"
+    head.config["rope_theta"] = None
+    config = head.read().config
+    assert config.rope["rope_theta"] == 10000.0
+    assert config.conventions["rope"].source == "dialect default"
+
+
 # Tensors
 
 
@@ -228,6 +266,22 @@ def test_missing_unexpected_and_misshapen_tensors_are_named(head: Checkpoint) ->
 def test_weights_that_are_no_numbers_are_refused(head: Checkpoint, value: float) -> None:
     head.weights["midlayer.mlp.up_proj.weight"][3, 4] = value
     assert "midlayer.mlp.up_proj.weight" in head.refusal()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_d2t_is_of_integers(head: Checkpoint, dtype: torch.dtype) -> None:
+    head.weights["d2t"] = head.weights["d2t"].to(dtype)
+    assert f"d2t is {dtype}; it must be of an integer dtype" in head.refusal()
+    head.weights["d2t"] = head.weights["t2d"].nonzero().flatten().to(torch.int32)
+    assert np.array_equal(head.read().target_ids, head.weights["d2t"].numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+@pytest.mark.parametrize("name", ["fc.weight", "embed_tokens.weight"])
+def test_weights_are_floating_point(head: Checkpoint, name: str, dtype: torch.dtype) -> None:
+    head.weights["embed_tokens.weight"] = torch.zeros(64, tiny.HIDDEN)
+    head.weights[name] = head.weights[name].to(dtype)
+    assert f"{name} is {dtype}; weights must be floating point" in head.refusal()
 
 
 def test_the_heads_own_embedding_is_not_used_and_that_is_recorded(head: Checkpoint) -> None:
@@ -268,6 +322,8 @@ def test_a_head_for_another_target_is_refused_with_both_numbers(head: Checkpoint
         ("vocab_size", 2.5),
         ("eagle_config", [1]),
         ("hidden_act", "no-such"),
+        ("attention_bias", "false"),
+        ("mlp_bias", 0),
     ],
 )
 def test_a_config_that_makes_no_sense(head: Checkpoint, key: str, value: Any) -> None:
@@ -383,6 +439,8 @@ def test_a_bin_file_of_something_else(head: Checkpoint, payload: Any) -> None:
         ("config.json", None),
         ("config.json", "{"),
         ("config.json", "[1]"),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"a":' * 100_000),
         ("model.safetensors", None),
         ("model.safetensors", "short"),
     ],

@@ -26,7 +26,7 @@ class Calls:
         options.intra_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
         info = bundle.manifest.target
-        shape = (batch, info.num_kv_heads, bundle.manifest.plan.max_seq_len, info.head_dim)
+        shape = (batch, info.num_kv_heads, bundle.manifest.plan.cache_capacity, info.head_dim)
         self.caches = {
             f"{kind}.{layer}": onnxruntime.OrtValue.ortvalue_from_numpy(
                 np.zeros(shape, np.float32), "cpu"

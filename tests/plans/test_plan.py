@@ -4,6 +4,7 @@ import json
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eagle3.plans.plan import MAX_DRAFT_TOKENS, Plan, TreePlan
@@ -85,9 +86,20 @@ def test_a_tree_above_the_plan_is_refused_with_both_numbers() -> None:
     plan = Plan(max_draft_tokens=16)
     with pytest.raises(PlanError, match=r"num_draft_tokens is 17, .*max_draft_tokens is 16"):
         plan.override(num_draft_tokens=17)
-    with pytest.raises(PlanError, match=r"num_draft_tokens is 20, .*max_draft_tokens is 16"):
-        plan.with_tree(TreePlan(4, 4, 20))
-    assert plan.with_tree(TreePlan(4, 4, 16)) == Plan(max_draft_tokens=16, tree=TreePlan(4, 4, 16))
+
+
+def test_numpys_integers_are_stored_as_int() -> None:
+    tree = TreePlan(np.int64(4), np.int32(3), np.uint8(8))  # type: ignore[arg-type]
+    plan = Plan(np.int64(512), np.int16(32), np.uint8(16), tree)  # type: ignore[arg-type]
+    assert plan == Plan(512, 32, 16, TreePlan(4, 3, 8))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert type(plan.override(draft_depth=np.int64(2)).draft_depth) is int  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(2), np.int64(0)])
+def test_numpys_other_values_are_refused(value: Any) -> None:
+    with pytest.raises(PlanError, match=r"tree.draft_depth is .*1 to"):
+        Plan().override(draft_depth=value)
 
 
 def test_json_round_trip() -> None:

@@ -1,6 +1,7 @@
 """Bundle folders: a good one opens and round-trips; every kind of damage is refused by name."""
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eagle3.plans.plan import Plan, TreePlan
@@ -26,8 +28,19 @@ from eagle3.runtime.manifest import (
     TokenizerInfo,
 )
 
+
+def npy(ids: Any) -> bytes:
+    """The bytes of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, np.asarray(ids), allow_pickle=True)
+    return file.getvalue()
+
+
 CONTENTS = {
     "target.onnx": b"graph",
+    "draft.onnx": b"graph",
+    "draft_fuse.onnx": b"graph",
+    "target_ids.npy": npy(np.arange(0, 64, 2)),
     "weights/target.bin": b"\x00\x01" * 50,
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"",
@@ -52,7 +65,10 @@ def make_manifest(files: dict[str, FileInfo]) -> Manifest:
             conventions={"norm_before_residual": Convention(False, "dialect default")},
             checks={"first_acceptance": 0.5},
         ),
-        engines={"target": EngineInfo("target.onnx", (ids,), (logits,))},
+        engines={
+            name: EngineInfo(f"{name}.onnx", (ids,), (logits,))
+            for name in ("target", "draft_fuse", "draft")
+        },
         files=files,
         tokenizer=TokenizerInfo(
             "tokenizer.json", "chat_template.jinja", (2, 3), None, {"eos_token": "</s>"}
@@ -70,6 +86,13 @@ def folder(tmp_path: Path) -> Path:
         (root / name).write_bytes(content)
     write_manifest(root, make_manifest(describe_files(root)))
     return root
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Another content of a file that the manifest then describes."""
+    (folder / name).write_bytes(content)
+    info = vars(describe_files(folder)[name])
+    edit(folder, lambda data: data["files"].update({name: info}))
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -129,8 +152,8 @@ def test_describe_files_drops_nothing_in_silence(folder: Path, tmp_path: Path) -
 
 
 def test_unknown_file_name(folder: Path) -> None:
-    with pytest.raises(BundleError, match="no file 'draft.onnx'; it has"):
-        Bundle.open(folder).path("draft.onnx")
+    with pytest.raises(BundleError, match="no file 'x.onnx'; it has"):
+        Bundle.open(folder).path("x.onnx")
 
 
 def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
@@ -189,6 +212,13 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         ("target/aux_layer_ids", [2, -1], r"target.aux_layer_ids\[1\] is -1, not at least 0"),
         ("target/aux_layer_ids", [2, 9], r"hidden_states \[9\], but num_layers is 8"),
         ("target/source", "", "target.source is '', not a text of one or more"),
+        ("target/feature_size", 47, "feature_size is 47, but 3 aux_layer_ids of .* 16 make 48"),
+        ("target/hidden_size", 1, "feature_size is 48, but 3 aux_layer_ids of .* 1 make 3"),
+        ("target/aux_layer_ids", [2, 4], "feature_size is 48, but 2 aux_layer_ids of .* make 32"),
+        ("draft/method", "medusa", "draft.method is 'medusa', this eagle3 knows eagle3"),
+        ("draft/method", "none", "draft.method is 'none'"),
+        ("generation/eos_token_ids", [2, 64], r"generation.eos_token_ids has \[64\], .* 64"),
+        ("tokenizer/eos_token_ids", [99], r"tokenizer.eos_token_ids has \[99\], .* is 64"),
         ("draft", [], r"draft is \[\], not a JSON object"),
         ("draft/draft_vocab_size", 65, "draft_vocab_size is 65, more than target.vocab_size 64"),
         ("draft/conventions/x", 3, "draft.conventions.x is 3, not a JSON object"),
@@ -261,11 +291,84 @@ def test_a_missing_file(folder: Path) -> None:
         Bundle.open(folder)
 
 
-def test_an_altered_file_of_the_same_size_is_found_by_hash(folder: Path) -> None:
+def test_an_altered_file_of_the_same_size_is_found_by_hash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    altered = "target.onnx is foreign or altered: its SHA-256"
     (folder / "target.onnx").write_bytes(b"Graph")
-    bundle = Bundle.open(folder)
-    with pytest.raises(BundleError, match="target.onnx is foreign or altered: its SHA-256"):
+    with pytest.raises(BundleError, match=altered):
+        Bundle.open(folder)
+    monkeypatch.setattr(bundle_module, "MAX_SMALL_BYTES", 4)
+    bundle = Bundle.open(folder)  # too large to be read whenever a bundle is opened
+    with pytest.raises(BundleError, match=altered):
         bundle.verify_hashes()
+
+
+def test_target_ids(folder: Path) -> None:
+    ids = Bundle.open(folder).target_ids()
+    assert ids.dtype == np.int64 and np.array_equal(ids, np.arange(0, 64, 2))
+    rewrite(folder, "target_ids.npy", npy(np.arange(63, 31, -1)))
+    assert np.array_equal(Bundle.open(folder).target_ids(), np.arange(63, 31, -1))
+
+
+HUGE = npy(np.arange(32)).replace(b"(32,), }" + b" " * 13, b"(1000000000000,), }  ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no .npy file of integers"),
+        (b"x" * 400, "is no .npy file of integers"),
+        (npy(np.arange(32))[:-8], "is no .npy file of integers"),
+        (HUGE, "is no .npy file of integers"),
+        (npy(np.array([{}] * 32, object)), "is no .npy file of integers"),
+        (npy(np.arange(32.0)), r"holds float64 \[32\], .* asks for int64 \[32\]"),
+        (npy(np.arange(32, dtype=np.int32)), r"holds int32 \[32\]"),
+        (npy(np.arange(32).reshape(1, 32)), r"holds int64 \[1, 32\]"),
+        (npy(np.arange(31)), r"holds int64 \[31\], .* int64 \[32\]"),
+        (npy(np.array(3)), r"holds int64 \[\]"),
+        (npy(np.arange(32) - 1), "holds ids from -1 to 30"),
+        (npy(np.arange(32) + 33), "holds ids from 33 to 64, .* below target.vocab_size 64"),
+        (npy(np.arange(32) // 2), "holds .* 16 different ones of 32"),
+    ],
+)
+def test_target_ids_that_are_none(folder: Path, content: bytes, message: str) -> None:
+    assert b"1000000000000" in HUGE
+    rewrite(folder, "target_ids.npy", content)
+    with pytest.raises(BundleError, match=f"target_ids.npy {message}"):
+        Bundle.open(folder)
+
+
+def test_a_template_that_is_not_utf8(folder: Path) -> None:
+    assert Bundle.open(folder).chat_template() == ""
+    rewrite(folder, "chat_template.jinja", b"\xff\xfe")
+    with pytest.raises(BundleError, match="chat_template.jinja cannot be read as UTF-8"):
+        Bundle.open(folder)
+
+
+def test_weights_beside_an_engine_are_listed(folder: Path) -> None:
+    (folder / "notes.data").touch()
+    Bundle.open(folder)
+    (folder / "draft.onnx.data").write_bytes(b"weights")
+    with pytest.raises(BundleError, match="draft.onnx.data is foreign: `files` does not list it"):
+        Bundle.open(folder)
+    rewrite(folder, "draft.onnx.data", b"weights")
+    Bundle.open(folder)
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "draft_fuse"])
+def test_an_engine_that_is_needed(folder: Path, name: str) -> None:
+    edit(folder, lambda data: data["engines"].pop(name))
+    with pytest.raises(BundleError, match=rf"engines has .* and lacks \['{name}'\]"):
+        Bundle.open(folder)
+
+
+def test_a_draft_needs_its_ids(folder: Path) -> None:
+    edit(folder, lambda data: data["files"].pop("target_ids.npy"))
+    with pytest.raises(BundleError, match="'target_ids.npy', which `files` does not list"):
+        Bundle.open(folder)
+    edit(folder, set_field("draft", None))
+    Bundle.open(folder)
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,43 @@ def test_a_draft_token_that_gives_nan_changes_nothing(
         assert engine.generate([5, 6], **options, **DEEP).token_ids == expected
 
 
+class _Uniform(Positions):
+    """One token drawn from the uniform distribution, with the q it was drawn from."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def propose(self, request: DraftRequest) -> Tree:
+        assert request.rng is not None
+        token = int(request.rng.integers(self.vocab_size))
+        q = np.full(self.vocab_size, 1 / self.vocab_size, np.float32)
+        return Tree.chain(request.root, [token], {0: q})
+
+
+def test_a_drawn_token_that_gives_nan_does_not_bias_what_is_drawn(
+    poisoned: tuple[eagle3.Engine, eagle3.Engine],
+) -> None:
+    """Plain decoding may choose it, and fails in the next call; so must speculation, as often."""
+    engine, _ = poisoned
+    options = {"temperature": 1.0, "max_new_tokens": 3, "logit_bias": {BAD: 4.0}}
+
+    def failures(**more: Any) -> int:
+        count = 0
+        for seed in range(500):
+            try:
+                engine.generate([5, 6], seed=seed, **options, **more)
+            except EngineError:
+                count += 1
+        return count
+
+    plainly = failures(drafter="none")
+    with using(engine, _Uniform(engine.target.vocab_size)):
+        drafted = failures(draft_top_k=1, draft_depth=1, num_draft_tokens=1)
+    assert 50 < plainly < 450
+    assert abs(plainly - drafted) < 4.5 * np.sqrt(2 * 500 * 0.25), (plainly, drafted)
+
+
 # Whole characters
 
 

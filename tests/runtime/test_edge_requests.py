@@ -169,6 +169,24 @@ def test_an_open_stream_refuses_its_own_thread_and_holds_others(engine: eagle3.E
     assert engine.generate([5], max_new_tokens=2).token_ids
 
 
+def test_a_stream_belongs_to_the_thread_that_reads_it(engine: eagle3.Engine) -> None:
+    """Started here, read elsewhere, as a server's pool does: a request in its loop is refused
+    there, not waited for by the thread that it waits for."""
+    stream = engine.stream([5, 6], max_new_tokens=30, logit_bias={1: -100.0})
+    next(stream)
+
+    def go_on() -> str:
+        next(stream)
+        with pytest.raises(RequestError, match="still open in this thread"):
+            engine.generate([5], max_new_tokens=2)
+        return "refused"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(go_on).result(timeout=30) == "refused"
+    stream.close()
+    assert engine.generate([5], max_new_tokens=2).token_ids
+
+
 def test_a_stream_that_was_never_started_holds_nothing(engine: eagle3.Engine) -> None:
     stream = engine.stream([5, 6])
     assert engine.generate([5], max_new_tokens=2).token_ids
