@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_WINDOW = 24  # speculative rounds that are judged together
-_TOLERANCE = 0.97  # of the plain speed; below it is a loss
+_WINDOW = 32  # speculative rounds between two judgements; older ones count half each time
+_TOLERANCE = 0.95  # of the plain speed; below it is a loss
 _SAMPLES = 2  # plain rounds timed before a judgement
 _STALE = 512  # rounds after which plain decoding is timed again: its cost grows with the context
-_REST = 64  # plain rounds before speculation gets another chance
+_REST = 48  # plain rounds before speculation gets another chance
 _MIN_ACCEPTANCE_LENGTH = 1.15  # the judgement where times may not decide
 
 
@@ -54,9 +54,10 @@ class Pace:
     by_time: bool
     plain: PlainCost = field(default_factory=PlainCost)
     fell_back: bool = False
-    _rounds: int = 0
-    _tokens: int = 0
-    _time_ns: int = 0
+    _rounds: float = 0.0
+    _tokens: float = 0.0
+    _time_ns: float = 0.0
+    _unjudged: int = 0
     _rest: int = 0
 
     def should_draft(self) -> bool:
@@ -66,7 +67,7 @@ class Pace:
         if self._rest:
             self._rest -= 1
             return False
-        if self._rounds >= _WINDOW:
+        if self._unjudged >= _WINDOW:
             if self.by_time and not self.plain.known:
                 return False  # a plain round, to compare with
             self._judge()
@@ -80,6 +81,7 @@ class Pace:
     def record_draft(self, tokens: int, time_ns: int) -> None:
         """Learns what a round with a draft gave and cost, whatever the drafter proposed."""
         self.plain.grow_older()
+        self._unjudged += 1
         self._rounds += 1
         self._tokens += tokens
         self._time_ns += time_ns
@@ -87,7 +89,10 @@ class Pace:
     def _judge(self) -> None:
         if self._loses():
             self._rest, self.fell_back = _REST, True
-        self._rounds = self._tokens = self._time_ns = 0
+        self._unjudged = 0
+        self._rounds, self._tokens, self._time_ns = (
+            each / 2 for each in (self._rounds, self._tokens, self._time_ns)
+        )
 
     def _loses(self) -> bool:
         if not self.by_time:

@@ -43,7 +43,7 @@ def test_a_small_loss_is_within_the_noise_and_a_larger_one_is_not() -> None:
     small, large = Pace(True, True, timed_plain()), Pace(True, True, timed_plain())
     draft(small, _WINDOW, 2, int(2 * 1.02 * PLAIN_NS))
     assert small.should_draft()
-    draft(large, _WINDOW, 2, int(2 * 1.05 * PLAIN_NS))
+    draft(large, _WINDOW, 2, int(2 * 1.08 * PLAIN_NS))
     assert not large.should_draft()
     assert (small.fell_back, large.fell_back) == (False, True)
 
