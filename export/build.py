@@ -21,14 +21,19 @@ import onnx_ir as ir
 
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import SelfCheck, check_bundle
-from eagle3.export.draft import EMBEDDING, trace_draft, trace_fuse
-from eagle3.export.head_config import DIALECT, Head, TargetFacts, read_head
+from eagle3.export.draft import trace_draft_engines
+from eagle3.export.head_config import Head, TargetFacts, read_head
 from eagle3.export.head_files import head_folder, read_config
-from eagle3.export.head_graph import EagleHead, build_head
+from eagle3.export.head_graph import Eagle1Head, EagleHead, build_eagle1_head, build_head
 from eagle3.export.onnx_graph import save
-from eagle3.export.target import DTYPES, Target, load_target, trace_target
+from eagle3.export.target import DTYPES, Target, lm_head_weight, load_target, trace_target
 from eagle3.export.tokenizer import write_tokenizer
-from eagle3.export.weights import quantize_int8, store_for_matmul
+from eagle3.export.weights import (
+    embedding_name,
+    lm_head_name,
+    quantize_int8,
+    store_for_matmul,
+)
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import MANIFEST_NAME, Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
@@ -65,7 +70,7 @@ class _Parts:
 
     target: Target
     head: Head | None
-    head_module: EagleHead | None
+    head_module: EagleHead | Eagle1Head | None
     engines: dict[str, EngineInfo] = field(default_factory=dict)
 
 
@@ -88,7 +93,7 @@ def export_bundle(
         max_seq_len=plan.max_seq_len,
     )
     head = _read_head(request, target)
-    module = build_head(head, DTYPES[plan.dtype]) if head is not None else None
+    module = _build_module(head, target, plan) if head is not None else None
     with _staging(request.output) as folder:
         parts = _Parts(target, head, module)
         _write_engines(folder, parts, plan, report)
@@ -152,6 +157,13 @@ def _read_head(request: ExportRequest, target: Target) -> Head | None:
     return read_head(request.draft, facts, request.aux_layer_ids)
 
 
+def _build_module(head: Head, target: Target, plan: Plan) -> EagleHead | Eagle1Head:
+    dtype = DTYPES[plan.dtype]
+    if head.config.method == "eagle1":
+        return build_eagle1_head(head, lm_head_weight(target), dtype)
+    return build_head(head, dtype)
+
+
 @contextmanager
 def _staging(output: Path) -> Iterator[Path]:
     """A temporary folder on the output's file system, gone unless it was renamed."""
@@ -204,34 +216,35 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
     report(f"tracing {parts.target.architecture} ({plan.lowering} lowering)")
     model = trace_target(parts.target, lowering, layers, plan.cache_capacity)
     store_for_matmul(model)
-    embedding = _embedding(model)
     written = save(model, folder / "target.onnx")
     parts.engines["target"] = _describe(model, "target.onnx")
     if parts.head is None or parts.head_module is None:
         return
     report("tracing the draft head")
     table = parts.target.model.get_input_embeddings().weight.detach()
-    fuse = trace_fuse(parts.head_module, lowering)
-    draft = trace_draft(parts.head, parts.head_module, table, lowering, plan.draft_capacity)
-    for name, graph in (("draft_fuse", fuse), ("draft", draft)):
+    is_int8 = plan.draft_weights == "int8"
+    graphs = trace_draft_engines(
+        parts.head, parts.head_module, table, lowering, plan.draft_capacity, may_tie=not is_int8
+    )
+    for name, graph in graphs.items():
         store_for_matmul(graph)
-        if plan.draft_weights == "int8":
+        if is_int8:
             quantize_int8(graph)
-        is_shared = name == "draft" and embedding in written  # a tiny one stays in the .onnx
-        save(graph, folder / f"{name}.onnx", {EMBEDDING: written[embedding]} if is_shared else {})
+        shared = _shared(graph, model, parts.head) if name == "draft" else {}
+        # A tiny weight stays in the .onnx.
+        files = {own: written[theirs] for own, theirs in shared.items() if theirs in written}
+        save(graph, folder / f"{name}.onnx", files)
         parts.engines[name] = _describe(graph, f"{name}.onnx")
     np.save(folder / "target_ids.npy", parts.head.target_ids)
 
 
-def _embedding(model: ir.Model) -> str:
-    """The initializer that input_ids look up."""
-    for node in (n for n in model.graph if n.op_type == "Gather"):
-        table, ids = node.inputs
-        if table is None or ids is None or ids.name != "input_ids":
-            continue
-        if table.is_initializer():
-            return str(table.name)
-    raise ExportError("the target's graph has no embedding look-up of input_ids")
+def _shared(draft: ir.Model, target: ir.Model, head: Head) -> dict[str, str]:
+    """Weights of the draft that are the target's, by the names they have in either graph."""
+    shared = {embedding_name(draft): embedding_name(target)}
+    own, theirs = lm_head_name(draft), lm_head_name(target)
+    if head.config.method == "eagle1" and own is not None and theirs is not None:
+        shared[own] = theirs
+    return shared
 
 
 def _describe(model: ir.Model, file: str) -> EngineInfo:
@@ -303,8 +316,8 @@ def _draft_info(head: Head | None, check: Mapping[str, Any]) -> DraftInfo | None
         return None
     config = head.config
     return DraftInfo(
-        dialect=DIALECT,
-        method="eagle3",
+        dialect=config.dialect,
+        method=config.drafter,
         hidden_size=config.hidden_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

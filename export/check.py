@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle3.export.head_config import Head
-from eagle3.export.head_graph import EagleHead
+from eagle3.export.head_graph import Eagle1Head, EagleHead
 from eagle3.export.target import Target
 from eagle3.export.texts import PROMPTS, TEXT
 from eagle3.export.weights import block_int8, int8_block
@@ -41,6 +41,7 @@ _DRAFT_STEPS = 3
 _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
 
 Array = NDArray[Any]
+_AnyHead = EagleHead | Eagle1Head
 
 
 @dataclass
@@ -68,7 +69,7 @@ def check_bundle(
     bundle: Bundle,
     target: Target,
     head: Head | None,
-    module: EagleHead | None,
+    module: _AnyHead | None,
     report: Callable[[str], None],
 ) -> SelfCheck:
     """Compares and measures; raises SelfCheckFailed, with the errors, above the tolerance."""
@@ -85,7 +86,7 @@ def check_bundle(
     report(_summary("target", check.engines))
     if head is not None and module is not None:
         bound = INT8_TOLERANCE if plan.draft_weights == "int8" else tolerance
-        check.draft = _check_draft(bundle, head, module, reference, bound)
+        check.draft = _check_draft(bundle, module, reference, bound)
         report(_summary("draft", check.draft))
         acceptance = first_position_acceptance(bundle)
         check.draft["first_position_acceptance"] = acceptance
@@ -207,9 +208,9 @@ def _tree_error(engine: TargetEngine, reference: _Reference) -> float:
 
 
 def _check_draft(
-    bundle: Bundle, head: Head, module: EagleHead, reference: _Reference, tolerance: float
+    bundle: Bundle, module: _AnyHead, reference: _Reference, tolerance: float
 ) -> dict[str, Any]:
-    """Per-step logits: rows with the target's features, then the head's own output, K = 2."""
+    """Per-step logits: rows with the target's features, then what the head feeds back, K = 2."""
     engine = DraftEngine(bundle, _threads(), Clock())
     if bundle.manifest.plan.draft_weights == "int8":
         module = _with_int8_weights(module)
@@ -243,7 +244,7 @@ def _check_draft(
 class _DraftPath:
     """The head in plain PyTorch, without cache or tree: one path at a time, from the start."""
 
-    def __init__(self, module: EagleHead, reference: _Reference, count: int) -> None:
+    def __init__(self, module: _AnyHead, reference: _Reference, count: int) -> None:
         assert reference.features is not None
         self._module, self._count = module, count
         self._features = torch.from_numpy(reference.features[:count])[None].to(module.fc.weight)
@@ -253,10 +254,10 @@ class _DraftPath:
     def logits(self, path: tuple[int, ...]) -> Array:
         """Logits [Vd] of the row with the last token of `path` (() = the last prefix row)."""
         with torch.no_grad():
-            g = self._module.fc(self._features)
+            g = self._module.fuse(self._features)
             for length in range(len(path) + 1):
                 out = self._forward(g, [*self._tokens, *path[:length]])
-                g = torch.cat([g, out[:, -1:]], 1)
+                g = torch.cat([g, self._module.feed_back(out[:, -1:])], 1)
             return self._module.logits(out[:, -1:])[0, 0].numpy()
 
     def _forward(self, g: Tensor, tokens: list[int]) -> Tensor:
@@ -271,7 +272,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _with_int8_weights(module: EagleHead) -> EagleHead:
+def _with_int8_weights(module: _AnyHead) -> _AnyHead:
     """A copy whose matrices hold the values that the int8 engine reads."""
     module = copy.deepcopy(module)
     for linear in (m for m in module.modules() if isinstance(m, torch.nn.Linear)):

@@ -1,4 +1,4 @@
-"""Traces an EAGLE-3 head into its two engines, `draft_fuse` and `draft`."""
+"""Traces a draft head into its engines: `draft`, and `draft_fuse` where the head fuses features."""
 
 from __future__ import annotations
 
@@ -9,15 +9,36 @@ import torch
 
 from eagle3.export.attention import Lowering
 from eagle3.export.head_config import Head
-from eagle3.export.head_graph import DraftGraph, EagleHead, FuseGraph
+from eagle3.export.head_graph import DraftGraph, Eagle1Head, EagleHead, FuseGraph
 from eagle3.export.onnx_graph import trace
 from eagle3.export.target import caches
 from eagle3.export.target_graph import KvShape
 
-EMBEDDING = "embed.weight"  # the initializer that the target's file already holds
+
+def trace_draft_engines(
+    head: Head,
+    module: EagleHead | Eagle1Head,
+    embedding: torch.Tensor,
+    lowering: Lowering,
+    capacity: int,
+    *,
+    may_tie: bool,
+) -> dict[str, ir.Model]:
+    """Engine name -> model; which engines there are is the runtime's DRAFT_ENGINES.
+
+    embedding [V,d]: the target's. capacity: slots of the draft's cache. may_tie: an lm_head that is
+    the embedding stays one tensor in the graph. Raises UnsupportedModel.
+    """
+    is_tied = module.lm_head.weight.data_ptr() == embedding.data_ptr()
+    graph = DraftGraph(module, embedding, head.target_ids, lowering, tied=may_tie and is_tied)
+    outputs = ["logits", "top_log_probs", "top_ids", "hidden_out"]
+    draft = trace(graph, _inputs(head, module, capacity), outputs, lowering, "draft")
+    if isinstance(module, Eagle1Head):
+        return {"draft": draft}
+    return {"draft_fuse": _trace_fuse(module, lowering), "draft": draft}
 
 
-def trace_fuse(module: EagleHead, lowering: Lowering) -> ir.Model:
+def _trace_fuse(module: EagleHead, lowering: Lowering) -> ir.Model:
     """features [B,N,F] -> hidden [B,N,d]."""
     width, dtype = module.fc.in_features, module.fc.weight.dtype
     features = torch.zeros(2, 5, width, dtype=dtype)
@@ -25,16 +46,9 @@ def trace_fuse(module: EagleHead, lowering: Lowering) -> ir.Model:
     return trace(FuseGraph(module), inputs, ["hidden"], lowering, "draft_fuse")
 
 
-def trace_draft(
-    head: Head, module: EagleHead, embedding: torch.Tensor, lowering: Lowering, capacity: int
-) -> ir.Model:
-    """The head over a cache of `capacity` slots; inputs and outputs as in DraftGraph."""
-    graph = DraftGraph(module, embedding, head.target_ids, lowering)
-    outputs = ["logits", "top_log_probs", "top_ids", "hidden_out"]
-    return trace(graph, _inputs(head, module, capacity), outputs, lowering, "draft")
-
-
-def _inputs(head: Head, module: EagleHead, capacity: int) -> dict[str, tuple[Any, str]]:
+def _inputs(
+    head: Head, module: EagleHead | Eagle1Head, capacity: int
+) -> dict[str, tuple[Any, str]]:
     batch, rows, window, picked = 2, 5, 7, 3
     config, dtype = head.config, module.fc.weight.dtype
     kv = KvShape(1, config.num_kv_heads, config.head_dim)

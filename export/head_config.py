@@ -1,7 +1,8 @@
-"""Reads an EAGLE-3 checkpoint in the official layout into one fully resolved description.
+"""Reads a draft checkpoint in an official layout into one fully resolved description.
 
-Nothing is guessed: every value says whether it stood in the configuration, is the dialect's
-documented default, or came from a flag; what is not understood is refused.
+Two layouts: EAGLE-3, and EAGLE-1/2, which are one (method section 2). Nothing is guessed: every
+value says whether it stood in the configuration, is the dialect's documented default, or came from
+a flag; what is not understood is refused.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from eagle3.export.head_fields import boolean, integer, mapping, number, rope
 from eagle3.export.head_files import head_folder, read_config, read_weights
-from eagle3.export.target import _LENGTH_DEPENDENT_ROPE
+from eagle3.export.head_tensors import check_tensors, target_ids
 from eagle3.runtime.errors import CheckpointError
 
-DIALECT = "eagle3-official"
 OWN_EMBEDDING = "embed_tokens.weight"
-DEFAULT_ROPE_THETA = 10000.0  # the official training configuration names none
+AUX_LAYERS = "aux_layer_ids (hidden_states indices)"
 _AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Keys of other dialects or newer heads that change the computation and are not read here.
 _REFUSED_KEYS = (
@@ -29,35 +29,14 @@ _REFUSED_KEYS = (
     "speculators_model_type",
     "norm_before_fc",
     "fc_norm",
-    "norm_output",
     "norm_before_residual",
     "q_norm",
     "k_norm",
     "use_qk_norm",
     "sliding_window",
 )
-# RoPE types that one table expresses, with the factors each one needs.
-_ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-_ROPE_NUMBERS = (
-    *_ROPE_TYPES["llama3"],
-    "rope_theta",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-_MAX_NUMBER = 1e12
+# What the EAGLE-3 of speculators has and an EAGLE-1/2 head has not; both name the layer layers.0.
+_FOREIGN = ("norm.weight", "layers.0.hidden_norm.weight")
 
 
 @dataclass(frozen=True)
@@ -70,7 +49,13 @@ class Resolved:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """An EAGLE-3 head (method section 2). Widths: d hidden, A = heads * head_dim."""
+    """A draft head (method section 2). Widths: d hidden, A = heads * head_dim.
+
+    method: "eagle3" or "eagle1". attention_bias: q, k, v and o have biases; qkv_bias: all but o.
+    aux_layer_ids: hidden_states indices, low to high; index L, of a target of L layers, is the
+    final hidden after the target's last norm, and all that an EAGLE-1/2 head reads. norm_output:
+    the hidden that is fed back is normed. fc_bias: fc has one (EAGLE-1/2 only).
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -87,6 +72,20 @@ class HeadConfig:
     vocab_size: int
     aux_layer_ids: tuple[int, ...]
     conventions: Mapping[str, Resolved]
+    method: str = "eagle3"
+    norm_output: bool = False
+    fc_bias: bool = False
+    qkv_bias: bool = False
+
+    @property
+    def dialect(self) -> str:
+        """The layout of the checkpoint."""
+        return f"{self.method}-official"
+
+    @property
+    def drafter(self) -> str:
+        """The runtime's name of the method."""
+        return {"eagle1": "eagle", "eagle3": "eagle3"}[self.method]
 
 
 @dataclass(frozen=True)
@@ -120,16 +119,17 @@ def read_head(
     folder = head_folder(source)
     raw = read_config(folder)
     weights = read_weights(folder)
-    _refuse_dialect(raw, weights)
-    config = _resolve(raw, target, aux_layer_ids)
+    _refuse_keys(raw)
+    config = _resolve(raw, _method(weights), target, aux_layer_ids)
+    _check_fit(config, target, weights)
     _check_tensors(config, target, weights)
     if OWN_EMBEDDING in weights:
         used = Resolved("the target's; the head's own copy is not read", "dialect default")
         config = replace(config, conventions={**config.conventions, "embedding": used})
-    return Head(config, weights, _target_ids(config, weights))
+    return Head(config, weights, target_ids(weights, config.draft_vocab_size, config.vocab_size))
 
 
-def _refuse_dialect(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+def _refuse_keys(raw: Mapping[str, Any]) -> None:
     without_window = raw.get("use_sliding_window") is False  # Qwen's way to say "no window"
     refused = sorted(
         key
@@ -140,7 +140,7 @@ def _refuse_dialect(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> No
     if refused:
         raise CheckpointError(
             f"the head's config has {', '.join(refused)}, which changes the computation and is not "
-            "supported; only EAGLE-3 heads in the official layout are"
+            "supported; only EAGLE heads in the official layouts are"
         )
     own_width = raw.get("target_hidden_size")
     if own_width is not None and own_width != raw.get("hidden_size"):
@@ -148,150 +148,101 @@ def _refuse_dialect(raw: Mapping[str, Any], weights: Mapping[str, Tensor]) -> No
             f"the head's target_hidden_size {own_width} differs from its hidden_size "
             f"{raw.get('hidden_size')}: a head with a width of its own is not supported"
         )
+
+
+def _method(weights: Mapping[str, Tensor]) -> str:
+    """Which layout it is, by the names of the tensors."""
     if any(name.startswith("midlayer.") for name in weights):
-        return
-    fc = weights.get("fc.weight")
-    if (
-        fc is not None
-        and "layers.0.self_attn.q_proj.weight" in weights
-        and "norm.weight" not in weights
-    ):
-        raise CheckpointError(
-            f"this is an EAGLE-1/2 head (fc.weight {list(fc.shape)}, no midlayer, no norm); "
-            "only EAGLE-3 heads in the official layout are supported"
-        )
+        return "eagle3"
+    has_layer = any(name.startswith("layers.0.") for name in weights)
+    if has_layer and not any(name in weights for name in _FOREIGN):
+        return "eagle1"
     raise CheckpointError(
-        "no tensor is named midlayer.*: this is no EAGLE-3 head in the official layout; found "
-        f"{', '.join(sorted(weights)[:6])}"
+        "no tensor is named midlayer.*, and these are not an EAGLE-1/2 head's: this is no EAGLE "
+        f"head in an official layout; found {', '.join(sorted(weights)[:6])}"
     )
 
 
 def _resolve(
-    raw: Mapping[str, Any], target: TargetFacts, aux_layer_ids: Sequence[int] | None
+    raw: Mapping[str, Any], method: str, target: TargetFacts, aux_layer_ids: Sequence[int] | None
 ) -> HeadConfig:
-    hidden_size = _integer(raw, "hidden_size")
-    num_heads = _integer(raw, "num_attention_heads")
+    hidden_size = integer(raw, "hidden_size")
+    num_heads, num_kv_heads = _num_heads(raw, hidden_size)
+    vocab_size = integer(raw, "vocab_size", target.vocab_size)
+    rope_values, rope_source = rope(raw)
+    layers, layers_source = _aux_layers(raw, method, target, aux_layer_ids)
+    return HeadConfig(
+        hidden_size=hidden_size,
+        intermediate_size=integer(raw, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=integer(raw, "head_dim", max(hidden_size // num_heads, 1)),
+        rms_norm_eps=number(raw, "rms_norm_eps", default=1e-6, high=1.0),
+        hidden_act=str(raw.get("hidden_act", "silu")),
+        attention_bias=boolean(raw, "attention_bias"),
+        mlp_bias=boolean(raw, "mlp_bias"),
+        rope=rope_values,
+        max_position_embeddings=integer(raw, "max_position_embeddings", 2048),
+        draft_vocab_size=integer(raw, "draft_vocab_size", vocab_size),
+        vocab_size=vocab_size,
+        aux_layer_ids=layers,
+        conventions={
+            AUX_LAYERS: Resolved(list(layers), layers_source),
+            "rope": Resolved(dict(rope_values), rope_source),
+            **_conventions(raw, method),
+        },
+        method=method,
+        norm_output=boolean(raw, "norm_output"),
+        fc_bias=method == "eagle1" and boolean(raw, "bias", default=True),
+        qkv_bias=method == "eagle1" and boolean(raw, "qkv_bias"),
+    )
+
+
+def _num_heads(raw: Mapping[str, Any], hidden_size: int) -> tuple[int, int]:
+    """Heads of the queries, and of keys and values."""
+    num_heads = integer(raw, "num_attention_heads")
     if raw.get("head_dim") is None and hidden_size % num_heads:
         raise CheckpointError(
             f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and the "
             "config has no head_dim"
         )
-    num_kv_heads = _integer(raw, "num_key_value_heads", num_heads)
+    num_kv_heads = integer(raw, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    vocab_size = _integer(raw, "vocab_size", target.vocab_size)
-    rope, rope_source = _rope(raw)
-    layers, layers_source = _aux_layers(raw, target, aux_layer_ids)
-    return HeadConfig(
-        hidden_size=hidden_size,
-        intermediate_size=_integer(raw, "intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=_integer(raw, "head_dim", max(hidden_size // num_heads, 1)),
-        rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6, high=1.0),
-        hidden_act=str(raw.get("hidden_act", "silu")),
-        attention_bias=_boolean(raw, "attention_bias"),
-        mlp_bias=_boolean(raw, "mlp_bias"),
-        rope=rope,
-        max_position_embeddings=_integer(raw, "max_position_embeddings", 2048),
-        draft_vocab_size=_integer(raw, "draft_vocab_size", vocab_size),
-        vocab_size=vocab_size,
-        aux_layer_ids=layers,
-        conventions={
-            "aux_layer_ids (hidden_states indices)": Resolved(list(layers), layers_source),
-            "rope": Resolved(dict(rope), rope_source),
-            "norm_before_residual": Resolved(False, "dialect default"),
-            "norm_output": Resolved(False, "dialect default"),
-            "norm_before_fc": Resolved(False, "dialect default"),
-        },
-    )
+    return num_heads, num_kv_heads
 
 
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(
-            f"the head's config needs {key} as a positive integer, found {value!r}"
-        )
-    return value
+def _conventions(raw: Mapping[str, Any], method: str) -> dict[str, Resolved]:
+    """What heads of a method differ in, and what decided it."""
 
+    def flag(key: str, default: bool) -> Resolved:
+        source = "dialect default" if raw.get(key) is None else "config"
+        return Resolved(boolean(raw, key, default), source)
 
-def _number(
-    raw: Mapping[str, Any], key: str, default: float | None = None, high: float = _MAX_NUMBER
-) -> float:
-    value = raw.get(key)
-    if value is None:
-        value = default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not is_number or not 0 < value <= high:
-        raise CheckpointError(
-            f"the head's config has {key} {value!r:.80}; a number above 0 and at most {high:g} is "
-            "allowed"
-        )
-    return float(value)
-
-
-def _boolean(raw: Mapping[str, Any], key: str) -> bool:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"the head's config has {key} {value!r:.80}; allowed: true, false")
-    return bool(value)
-
-
-def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"the head's {key} is {value!r}, not an object")
-    return value
-
-
-def _rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """RoPE parameters as transformers reads them: `rope_type`, `rope_theta`, scaling factors."""
-    scaling = dict(_object(raw, "rope_parameters") or _object(raw, "rope_scaling"))
-    if "type" in scaling:
-        scaling.setdefault("rope_type", scaling.pop("type"))
-    kind = scaling.setdefault("rope_type", "default")
-    if not isinstance(kind, str):
-        raise CheckpointError(
-            f"the head's rope_type is {kind!r:.80}; supported are {', '.join(_ROPE_TYPES)}"
-        )
-    if kind in _LENGTH_DEPENDENT_ROPE:
-        raise CheckpointError(f"the head's RoPE of type '{kind}' depends on the request's length")
-    missing = [key for key in _ROPE_TYPES.get(kind, ()) if scaling.get(key) is None]
-    if kind not in _ROPE_TYPES or missing:
-        reason = f"needs {', '.join(missing)}" if missing else "is unknown"
-        raise CheckpointError(
-            f"the head's RoPE of type '{kind}' {reason}; supported are {', '.join(_ROPE_TYPES)}"
-        )
-    for key in _ROPE_NUMBERS:
-        if scaling.get(key) is not None:
-            _number(scaling, key)
-    for where in (raw, scaling):
-        if where.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise CheckpointError(
-                f"the head's partial_rotary_factor is {where['partial_rotary_factor']}; only heads "
-                "that rotate whole vectors (1.0) are supported"
-            )
-    if scaling.get("rope_theta") is not None:
-        return scaling, "config"
-    source = "config" if raw.get("rope_theta") is not None else "dialect default"
-    return {**scaling, "rope_theta": _number(raw, "rope_theta", DEFAULT_ROPE_THETA)}, source
+    if method == "eagle1":
+        return {
+            "fc bias": flag("bias", default=True),
+            "lm_head": Resolved("the target's", "dialect default"),
+        }
+    return {
+        "norm_before_residual": Resolved(False, "dialect default"),
+        "norm_output": flag("norm_output", default=False),
+        "norm_before_fc": Resolved(False, "dialect default"),
+    }
 
 
 def _aux_layers(
-    raw: Mapping[str, Any], target: TargetFacts, flag: Sequence[int] | None
+    raw: Mapping[str, Any], method: str, target: TargetFacts, flag: Sequence[int] | None
 ) -> tuple[tuple[int, ...], str]:
-    """The fused layers as hidden_states indices.
+    """The fused layers as hidden_states indices, and where they came from.
 
-    In this dialect the checkpoint counts layer outputs, which is one less than the index.
+    In these dialects the checkpoint counts layer outputs, which is one less than the index: [1, 3]
+    are hidden_states[2] and [4]. The output of the last of L layers, stored as L - 1, is index L,
+    and like hidden_states[L] it is taken after the target's last norm.
     """
-    stored = _object(raw, "eagle_config").get(_AUX_LAYERS_KEY)
+    stored, depth = mapping(raw, "eagle_config").get(_AUX_LAYERS_KEY), target.num_layers
     if flag is not None:
         layers, source = tuple(flag), "flag"
     elif raw.get(_AUX_LAYERS_KEY) is not None:
@@ -305,106 +256,107 @@ def _aux_layers(
             raise CheckpointError(f"{_AUX_LAYERS_KEY} is {stored!r}, not a list of integers")
         layers, source = tuple(i + 1 for i in stored), "config (layer outputs, plus one)"
     else:
-        depth = target.num_layers
-        layers, source = (2, depth // 2, depth - 3), "dialect default"
-    low_to_high = list(layers) == sorted(set(layers))
-    if len(layers) != 3 or not low_to_high or layers[0] < 0 or layers[-1] >= target.num_layers:
+        layers = (depth,) if method == "eagle1" else (2, depth // 2, depth - 3)
+        source = "dialect default"
+    if method == "eagle1" and layers != (depth,):
         raise CheckpointError(
-            f"aux layers {list(layers)} ({source}) do not fit a target of {target.num_layers} "
-            f"layers: three different hidden_states indices from 0 to {target.num_layers - 1}, low "
-            "to high, are needed; give them with --aux-layers"
+            f"aux layers {list(layers)} ({source}): an EAGLE-1/2 head reads the final hidden after "
+            f"the last norm alone, hidden_states[{depth}] of a target of {depth} layers"
+        )
+    low_to_high = bool(layers) and list(layers) == sorted(set(layers))
+    if not low_to_high or layers[0] < 0 or layers[-1] > depth:
+        raise CheckpointError(
+            f"aux layers {list(layers)} ({source}) do not fit a target of {depth} layers: they "
+            f"must be different hidden_states indices from 0 to {depth} (the final hidden, after "
+            "the last norm), low to high; give them with --aux-layers"
         )
     return layers, source
 
 
+def _check_fit(config: HeadConfig, target: TargetFacts, weights: Mapping[str, Tensor]) -> None:
+    """The numbers must be the target's, and agree with each other and with fc."""
+    for key in ("hidden_size", "vocab_size"):
+        own, others = getattr(config, key), getattr(target, key)
+        if own != others:
+            raise CheckpointError(
+                f"the head's {key} {own} is not the target's {others}; "
+                "is it a head for another target?"
+            )
+    if config.method == "eagle1":
+        _check_eagle1(config)
+        return
+    fc, count = weights.get("fc.weight"), len(config.aux_layer_ids)
+    if fc is not None and fc.dim() == 2 and fc.shape[1] != count * target.hidden_size:
+        raise CheckpointError(
+            f"tensor fc.weight is {list(fc.shape)}, the config asks for "
+            f"{[config.hidden_size, count * target.hidden_size]}, for the fused layers "
+            f"{list(config.aux_layer_ids)} ({config.conventions[AUX_LAYERS].source}); give those "
+            "that the head was trained with, as hidden_states indices, with --aux-layers"
+        )
+
+
+def _check_eagle1(config: HeadConfig) -> None:
+    if config.norm_output:
+        raise CheckpointError(
+            "the head's config has norm_output, but this is an EAGLE-1/2 head, which has no norm"
+        )
+    if config.draft_vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"the head's draft_vocab_size is {config.draft_vocab_size}, but an EAGLE-1/2 head uses "
+            f"the target's lm_head, over all {config.vocab_size}"
+        )
+
+
 def expected_tensors(config: HeadConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the official layout with its shape."""
+    """Every tensor of the head's layout with its shape, but those that may be absent."""
     d, wide = config.hidden_size, config.intermediate_size
     a, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attn, mlp = "midlayer.self_attn", "midlayer.mlp"
+    is_eagle3 = config.method == "eagle3"
+    layer, width = ("midlayer", 2 * d) if is_eagle3 else ("layers.0", d)
+    attn, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (d, len(config.aux_layer_ids) * target.hidden_size),
-        f"{attn}.q_proj.weight": (a, 2 * d),
-        f"{attn}.k_proj.weight": (kv, 2 * d),
-        f"{attn}.v_proj.weight": (kv, 2 * d),
+        f"{attn}.q_proj.weight": (a, width),
+        f"{attn}.k_proj.weight": (kv, width),
+        f"{attn}.v_proj.weight": (kv, width),
         f"{attn}.o_proj.weight": (d, a),
         f"{mlp}.gate_proj.weight": (wide, d),
         f"{mlp}.up_proj.weight": (wide, d),
         f"{mlp}.down_proj.weight": (d, wide),
-        "midlayer.hidden_norm.weight": (d,),
-        "midlayer.input_layernorm.weight": (d,),
-        "midlayer.post_attention_layernorm.weight": (d,),
-        "norm.weight": (d,),
-        "lm_head.weight": (config.draft_vocab_size, d),
+        f"{layer}.post_attention_layernorm.weight": (d,),
     }
-    if config.attention_bias:
-        widths = {"q": a, "k": kv, "v": kv, "o": d}
+    if config.attention_bias or config.qkv_bias:
+        widths = {"q": a, "k": kv, "v": kv, **({"o": d} if config.attention_bias else {})}
         shapes |= {f"{attn}.{x}_proj.bias": (n,) for x, n in widths.items()}
     if config.mlp_bias:
         widths = {"gate": wide, "up": wide, "down": d}
         shapes |= {f"{mlp}.{x}_proj.bias": (n,) for x, n in widths.items()}
-    if config.draft_vocab_size != config.vocab_size:
-        size, whole = config.draft_vocab_size, config.vocab_size
-        shapes |= {"d2t": (size,), "t2d": (whole,)}
-    return shapes
+    return {**shapes, **(_eagle3_tensors if is_eagle3 else _eagle1_tensors)(config, target)}
+
+
+def _eagle1_tensors(config: HeadConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+    d = config.hidden_size
+    bias = {"fc.bias": (d,)} if config.fc_bias else {}
+    return {"fc.weight": (d, d + target.hidden_size), **bias}
+
+
+def _eagle3_tensors(config: HeadConfig, target: TargetFacts) -> dict[str, tuple[int, ...]]:
+    d, size = config.hidden_size, config.draft_vocab_size
+    is_reduced = size != config.vocab_size
+    return {
+        "fc.weight": (d, len(config.aux_layer_ids) * target.hidden_size),
+        "midlayer.hidden_norm.weight": (d,),
+        "midlayer.input_layernorm.weight": (d,),
+        "norm.weight": (d,),
+        "lm_head.weight": (size, d),
+        **({"d2t": (size,), "t2d": (config.vocab_size,)} if is_reduced else {}),
+    }
 
 
 def _check_tensors(config: HeadConfig, target: TargetFacts, weights: Mapping[str, Tensor]) -> None:
-    if config.hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"the head's hidden_size {config.hidden_size} is not the target's "
-            f"{target.hidden_size}; is it a head for another target?"
-        )
-    if config.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"the head's vocab_size {config.vocab_size} is not the target's {target.vocab_size}; "
-            "is it a head for another target?"
-        )
-    expected = expected_tensors(config, target)
-    mapping = {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-    optional = {**mapping, OWN_EMBEDDING: (config.vocab_size, config.hidden_size)}
-    missing = sorted(set(expected) - set(weights))
-    unexpected = sorted(set(weights) - set(expected) - set(optional))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the head's tensors are not those of the official layout: missing {missing}, "
-            f"unexpected {unexpected}"
-        )
-    expected |= {name: shape for name, shape in optional.items() if name in weights}
-    for name, shape in expected.items():
-        if tuple(weights[name].shape) != shape:
-            raise CheckpointError(
-                f"tensor {name} is {list(weights[name].shape)}, the config asks for {list(shape)}"
-            )
-    _check_dtypes({name: weights[name].dtype for name in expected})
-    broken = sorted(n for n in expected if not bool(torch.isfinite(weights[n].float()).all()))
-    if broken:
-        raise CheckpointError(f"these tensors hold NaN or Inf: {', '.join(broken)}")
-
-
-def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
-    """Ids are integers, weights are not: anything else was stored in a way we do not know."""
-    for name, dtype in dtypes.items():
-        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-        if name == "d2t" and not is_integer:
-            raise CheckpointError(f"tensor d2t is {dtype}; it must be of an integer dtype")
-        if name not in ("d2t", "t2d") and not dtype.is_floating_point:
-            raise CheckpointError(f"tensor {name} is {dtype}; weights must be floating point")
-
-
-def _target_ids(config: HeadConfig, weights: Mapping[str, Tensor]) -> np.ndarray:
-    """d2t as stored (offsets; by some exporters absolute ids) -> the target's ids [Vd] int64."""
-    size, whole = config.draft_vocab_size, config.vocab_size
-    if "d2t" not in weights:
-        return np.arange(size, dtype=np.int64)
-    d2t = weights["d2t"].to(torch.int64).numpy()
-    t2d = weights["t2d"].to(torch.bool).numpy() if "t2d" in weights else None
-    for ids in (d2t + np.arange(len(d2t)), d2t):
-        ascending = bool(np.all(np.diff(ids) > 0)) and ids[0] >= 0 and ids[-1] < whole
-        if ascending and (t2d is None or np.array_equal(np.flatnonzero(t2d), ids)):
-            return ids
-    raise CheckpointError(
-        f"d2t [{size}] maps to the target's vocabulary ({whole}) neither as offsets nor as "
-        "absolute ids: either reading must be ascending, unique, below the vocabulary size and "
-        "agree with t2d"
+    optional: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (config.vocab_size, config.hidden_size)}
+    if config.method == "eagle3":
+        optional |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    layout = {"eagle1": "EAGLE-1/2", "eagle3": "EAGLE-3"}[config.method]
+    check_tensors(
+        f"the official {layout} layout", expected_tensors(config, target), optional, weights
     )

@@ -41,7 +41,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a head."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; an EAGLE-3 head has a config.json")
+        raise CheckpointError(f"{path} is missing; a draft head has a config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last: nested without end

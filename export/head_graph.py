@@ -1,4 +1,4 @@
-"""The EAGLE-3 head as PyTorch modules: the layer itself and the two graphs that are traced.
+"""Draft heads as PyTorch modules: the layers themselves and the two graphs that are traced.
 
 `FuseGraph` turns the target's features into the head's input; `DraftGraph` runs rows that carry
 either that or the head's own output (method section 2).
@@ -7,6 +7,7 @@ either that or the head's own output (method section 2).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,16 +49,16 @@ def _llama_config(config: HeadConfig) -> LlamaConfig:
 
 
 class _Attention(nn.Module):
-    """Projections of the official layout: q, k, v read 2d, o writes d."""
+    """Projections of the official layouts: q, k, v read `width` (EAGLE-3: 2d), o writes d."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, width: int) -> None:
         super().__init__()
         d, bias = config.hidden_size, config.attention_bias
         wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(2 * d, wide, bias=bias)
-        self.k_proj = nn.Linear(2 * d, narrow, bias=bias)
-        self.v_proj = nn.Linear(2 * d, narrow, bias=bias)
+        self.q_proj = nn.Linear(width, wide, bias=bias)
+        self.k_proj = nn.Linear(width, narrow, bias=bias)
+        self.v_proj = nn.Linear(width, narrow, bias=bias)
         self.o_proj = nn.Linear(wide, d, bias=bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -73,10 +74,9 @@ class _Attention(nn.Module):
 class _MidLayer(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        llama = _llama_config(config)
         d, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config)
-        self.mlp = LlamaMLP(llama)
+        self.self_attn = _Attention(config, 2 * d)
+        self.mlp = LlamaMLP(_llama_config(config))
         self.hidden_norm = LlamaRMSNorm(d, eps)
         self.input_layernorm = LlamaRMSNorm(d, eps)
         self.post_attention_layernorm = LlamaRMSNorm(d, eps)
@@ -90,10 +90,11 @@ class _MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head without the target's embedding; names follow the official checkpoint.
+    """An EAGLE-3 head without the target's embedding; names follow the official checkpoint.
 
-    forward: embedding [B,N,d] of token i+1, g [B,N,d] of position i, position_ids [B,N] = i ->
-    out [B,N,d], which is fed back un-normed; `logits(out)` [.., Vd] are of token i+2.
+    fuse: features [B,N,F] -> g [B,N,d]. forward: embedding [B,N,d] of token i+1, g [B,N,d] of
+    position i, position_ids [B,N] = i -> out [B,N,d]; `logits(out)` [.., Vd] are of token i+2, and
+    `feed_back(out)` [B,N,d] stands for g in the next draft step.
     """
 
     def __init__(self, config: HeadConfig, feature_size: int) -> None:
@@ -104,6 +105,10 @@ class EagleHead(nn.Module):
         self.norm = LlamaRMSNorm(d, config.rms_norm_eps)
         self.lm_head = nn.Linear(d, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(_llama_config(config))
+        self.head_dim, self.norm_output = config.head_dim, config.norm_output
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.fc(features)  # type: ignore[no-any-return]
 
     def forward(self, embedding: Tensor, g: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         cos, sin = self.rotary(g, position_ids)
@@ -111,6 +116,54 @@ class EagleHead(nn.Module):
 
     def logits(self, out: Tensor) -> Tensor:
         return self.lm_head(self.norm(out)).float()  # type: ignore[no-any-return]
+
+    def feed_back(self, out: Tensor) -> Tensor:
+        return self.norm(out) if self.norm_output else out
+
+
+class _Eagle1Layer(nn.Module):
+    """A decoder layer without its first norm."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, config.hidden_size)
+        self.mlp = LlamaMLP(_llama_config(config))
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        h = h + self.self_attn(h, cos, sin, attend)
+        return h + self.mlp(self.post_attention_layernorm(h))  # type: ignore[no-any-return]
+
+
+class Eagle1Head(nn.Module):
+    """An EAGLE-1/2 head: it predicts the next feature, which the target's lm_head reads.
+
+    The features are the target's final hidden after its last norm; the interface is EagleHead's.
+    lm_head_weight [V,d] is the target's and stays frozen.
+    """
+
+    def __init__(self, config: HeadConfig, lm_head_weight: Tensor) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
+        self.layers = nn.ModuleList([_Eagle1Layer(config)])
+        self.lm_head = nn.Linear(d, len(lm_head_weight), bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(lm_head_weight, requires_grad=False)
+        self.rotary = LlamaRotaryEmbedding(_llama_config(config))
+        self.head_dim = config.head_dim
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def forward(self, embedding: Tensor, g: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
+        cos, sin = self.rotary(g, position_ids)
+        return self.layers[0](self.fc(torch.cat([embedding, g], -1)), cos, sin, attend)  # type: ignore[no-any-return]
+
+    def logits(self, out: Tensor) -> Tensor:
+        return self.lm_head(out).float()  # type: ignore[no-any-return]
+
+    def feed_back(self, out: Tensor) -> Tensor:
+        return out
 
 
 def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
@@ -125,34 +178,57 @@ def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
     return module.to(dtype).eval().requires_grad_(False)
 
 
+def build_eagle1_head(head: Head, lm_head_weight: Tensor, dtype: torch.dtype) -> Eagle1Head:
+    """An EAGLE-1/2 head with its checkpoint's weights, in eval mode.
+
+    lm_head_weight [V,d] `dtype`: the target's; it is not copied.
+    """
+    config, state = head.config, dict(head.weights)
+    if config.qkv_bias and not config.attention_bias:  # o has no bias: one of zeros
+        config = replace(config, attention_bias=True)
+        state["layers.0.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
+    module = Eagle1Head(config, lm_head_weight)
+    state.pop(OWN_EMBEDDING, None)
+    module.load_state_dict({**state, "lm_head.weight": lm_head_weight}, strict=True)
+    return module.to(dtype).eval().requires_grad_(False)
+
+
 class FuseGraph(nn.Module):
-    """features [B,N,F], low to high -> hidden [B,N,d]: the head's fc."""
+    """features [B,N,F], low to high -> hidden [B,N,d]: what the head makes of the target's."""
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__()
-        self.fc = head.fc
+        self.head = head
 
     def forward(self, features: Tensor) -> Tensor:
-        return self.fc(features)  # type: ignore[no-any-return]
+        return self.head.fuse(features)
 
 
 class DraftGraph(nn.Module):
     """One call of the head over its static cache.
 
-    Inputs: input_ids [B,N], position_ids [B,N] int64; hidden [B,N,d], fused features or the head's
-    own output; tree_mask [B,N,W] bool over the last W slots; past_len [B]; logit_rows [B,M];
+    Inputs: input_ids [B,N], position_ids [B,N] int64; hidden [B,N,d], fused features or what the
+    head feeds back; tree_mask [B,N,W] bool over the last W slots; past_len [B]; logit_rows [B,M];
     top_k [1] int64; past_k, past_v [B,Hkv,S,D].
     Outputs: logits [B,M,Vd] float32; top_log_probs [B,M,K] float32, top_ids [B,M,K] int64 (the
-    target's ids); hidden_out [B,N,d].
+    target's ids); hidden_out [B,N,d], what is fed back. tied: the embedding [V,d] is the lm_head's
+    weight, and stays one tensor in the graph.
     """
 
     def __init__(
-        self, head: EagleHead, embedding: Tensor, target_ids: np.ndarray, lowering: Lowering
+        self,
+        head: EagleHead | Eagle1Head,
+        embedding: Tensor,
+        target_ids: np.ndarray,
+        lowering: Lowering,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.head = head
         rows, width = embedding.shape
         self.embed = nn.Embedding(rows, width, _weight=embedding, _freeze=True)
+        if tied:
+            self.embed.weight = head.lm_head.weight
         self.register_buffer("target_ids", torch.from_numpy(target_ids.copy()))
         self.lowering = lowering
         self.full_vocab = bool(np.array_equal(target_ids, np.arange(len(target_ids))))
@@ -174,7 +250,7 @@ class DraftGraph(nn.Module):
         slots = self.lowering.num_slots(call, num_rows)
         window = key_window(tree_mask, position_ids, past_len, slots, None)
         bias = window.bias(None, hidden.dtype)
-        scale = self.head.midlayer.self_attn.head_dim**-0.5
+        scale = self.head.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return call.attend(0, q, k, v, bias, scale)
@@ -185,7 +261,7 @@ class DraftGraph(nn.Module):
         top, ids = _top_k(torch.log_softmax(logits, -1), top_k)
         if not self.full_vocab:
             ids = self.target_ids[ids]  # type: ignore[index]
-        return logits, top, ids, out
+        return logits, top, ids, self.head.feed_back(out)
 
 
 def _top_k(log_probs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:

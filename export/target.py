@@ -21,6 +21,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # RoPE kinds whose frequencies depend on the length of the request: a traced graph has one table.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+_LM_HEAD_TOLERANCE = 1e-2  # relative; in bfloat16 the model may round once more
+
 _FAULTS = ("missing", "unexpected", "mismatched")  # what `from_pretrained` counts
 
 
@@ -138,6 +140,27 @@ def _refuse_length(config: Any, max_seq_len: int) -> None:
             f"max_seq_len {max_seq_len} exceeds the target's max_position_embeddings {limit}; "
             f"pass --max-seq-len {limit} or less"
         )
+
+
+def lm_head_weight(target: Target) -> Tensor:
+    """The target's lm_head [V,d], of the model's dtype, without gradient.
+
+    Raises UnsupportedModel where logits are more than its product with the final hidden (a bias, a
+    scale, a cap): an EAGLE-1/2 head has no lm_head but this one (method section 2).
+    """
+    weight: Tensor = target.model.get_output_embeddings().weight.detach()
+    ids = torch.arange(min(4, target.vocab_size))[None]
+    with torch.no_grad():
+        out = target.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        plain = torch.nn.functional.linear(out.hidden_states[-1], weight).float()
+    error = float((plain - out.logits).abs().max() / out.logits.abs().max())
+    if not error <= _LM_HEAD_TOLERANCE:
+        raise UnsupportedModel(
+            f"{target.architecture}: its logits are not lm_head times its final hidden, with which "
+            f"an EAGLE-1/2 head would draft (relative difference {error:.1e}, allowed "
+            f"{_LM_HEAD_TOLERANCE:.0e}); use an EAGLE-3 head"
+        )
+    return weight
 
 
 def trace_target(

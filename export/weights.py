@@ -1,4 +1,6 @@
-"""How weights lie in a graph: stored the way MatMul reads them, tied ones once, int8 on demand."""
+"""How weights lie in a graph: stored the way MatMul reads them, tied ones once, int8 on demand;
+and which of them are the embedding and the lm_head, which a draft may share with its target.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from eagle3.runtime.errors import ExportError
 
 # Rows of a weight [K,N] that share one scale, the largest that divides K is taken.
 _BLOCKS = (128, 64, 32)
@@ -73,6 +77,28 @@ def _matmul_to_gemm(matmul: ir.Node, weight: ir.Value) -> None:
     out = ir.node("Reshape", [gemm.outputs[0], shape.outputs[0]])
     nodes = [flat_shape, flat, gemm, leading, columns, shape, out]
     _replace(matmul, nodes, out.outputs[0])
+
+
+def embedding_name(model: ir.Model) -> str:
+    """The initializer that input_ids look up. Raises ExportError when there is none."""
+    for node in (n for n in model.graph if n.op_type == "Gather"):
+        table, ids = node.inputs
+        if table is None or ids is None or ids.name != "input_ids":
+            continue
+        if table.is_initializer():
+            return str(table.name)
+    raise ExportError(f"the graph of {model.graph.name} has no embedding look-up of input_ids")
+
+
+def lm_head_name(model: ir.Model) -> str | None:
+    """The initializer whose product is `logits`; None where it is stored otherwise, as int8 is."""
+    value = next(out for out in model.graph.outputs if out.name == "logits")
+    while (node := value.producer()) is not None and node.inputs[0] is not None:
+        if node.op_type in ("MatMul", "Gemm"):
+            weight = node.inputs[1]
+            return weight.name if weight is not None and weight.is_initializer() else None
+        value = node.inputs[0]
+    return None
 
 
 def int8_block(depth: int) -> int | None:

@@ -10,7 +10,7 @@ from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.manifest import Convention, DraftInfo
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE head"}
+_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head"}
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:

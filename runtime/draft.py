@@ -1,4 +1,4 @@
-"""The EAGLE-3 head's engines over their cache: extend by committed rows, step by tree rows."""
+"""A draft head's engines over their cache: extend by committed rows, step by tree rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec
+from eagle3.runtime.manifest import DRAFT_ENGINES, DraftInfo, Manifest, TensorSpec
 from eagle3.runtime.session import (
     Bound,
     Buffer,
     Clock,
     KvCache,
+    Session,
     Values,
     cache_specs,
     load_session,
@@ -49,9 +50,11 @@ class DraftEngine:
         plan, info = manifest.plan, manifest.draft
         assert info is not None
         # First, so that a manifest which does not fit the graphs sizes no buffer.
-        fuse, draft = _bound_fuse(manifest, info), _bound_draft(manifest, info)
-        self._fuse = load_session(bundle, "draft_fuse", fuse, threads, clock)
-        self._draft = load_session(bundle, "draft", draft, threads, clock)
+        self._fuse: Session | None = None
+        if "draft_fuse" in DRAFT_ENGINES[info.method]:
+            bound = _bound_fuse(manifest, info)
+            self._fuse = load_session(bundle, "draft_fuse", bound, threads, clock)
+        self._draft = load_session(bundle, "draft", _bound_draft(manifest, info), threads, clock)
         dtype = np.dtype(plan.dtype)
         self.draft_vocab_size, self.hidden_size = info.draft_vocab_size, info.hidden_size
         self.feature_size = manifest.target.feature_size
@@ -89,13 +92,7 @@ class DraftEngine:
         candidates are those of the last row.
         """
         count = len(next_ids)
-        self._fuse.run(
-            count,
-            lambda: (
-                {"features": self._features.value(1, count, self.feature_size)},
-                {"hidden": self._hidden_in.value(1, count, self.hidden_size)},
-            ),
-        )
+        self._fill_hidden(count)
         self._ids.view(1, count)[0] = next_ids
         first = self.num_rows
         self._positions.view(1, count)[0] = np.arange(first, first + count)
@@ -103,6 +100,19 @@ class DraftEngine:
         self._logit_rows.view(1, 1)[0] = count - 1
         self.num_rows += count
         return self._run(count, count, 1, first, top_k, want_logits)
+
+    def _fill_hidden(self, count: int) -> None:
+        """The first `count` feature slots become the draft's input [N,d]."""
+        if self._fuse is None:  # then F = d
+            self._hidden_in.view(1, count, self.hidden_size)[0] = self.feature_slots(count)
+            return
+        self._fuse.run(
+            count,
+            lambda: (
+                {"features": self._features.value(1, count, self.feature_size)},
+                {"hidden": self._hidden_in.value(1, count, self.hidden_size)},
+            ),
+        )
 
     def step(
         self,
@@ -113,9 +123,9 @@ class DraftEngine:
         top_k: int,
         want_logits: bool = False,
     ) -> DraftOutput:
-        """Runs tree rows that carry the head's own output.
+        """Runs tree rows that carry what the head fed back.
 
-        ids [N]: nodes at `depth` (1 = children of the root); hidden [N,d]: their parents' output;
+        ids [N]: nodes at `depth` (1 = children of the root); hidden [N,d]: their parents' `hidden`;
         row_mask [N,W] bool: which of the tree rows so far, these included, each one sees.
         """
         count, window = row_mask.shape

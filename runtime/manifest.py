@@ -20,8 +20,9 @@ SCHEMA_VERSION = 1
 
 TARGET_IDS_NAME = "target_ids.npy"
 """The file of a bundle with a draft that maps draft ids to the target's ids."""
-DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft")}
-"""Draft method -> the engines it needs besides `target`."""
+DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft"), "eagle": ("draft",)}
+"""Draft method -> the engines it needs besides `target`. Without `draft_fuse` the draft reads the
+target's features as they are."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class TargetInfo:
     head_dim: Count
     max_position_embeddings: Count
     aux_layer_ids: tuple[Index, ...]
-    """HF `hidden_states` indices that are fused, low to high; empty when there is no draft."""
+    """HF `hidden_states` indices that are fused, low to high; empty when there is no draft. Index
+    num_layers is the final hidden after the last norm."""
     feature_size: Index
     """Width of the `features` output: len(aux_layer_ids) * hidden_size with a draft."""
     source: Text
@@ -77,6 +79,7 @@ class DraftInfo:
 
     dialect: Text
     method: Text
+    """A key of DRAFT_ENGINES, and the name of the drafter."""
     hidden_size: Count
     num_kv_heads: Count
     head_dim: Count
@@ -246,6 +249,11 @@ def _check_draft(manifest: Manifest) -> None:
             f"target.feature_size is {target.feature_size}, but {len(target.aux_layer_ids)}"
             f" aux_layer_ids of hidden_size {target.hidden_size} make {width}: export the bundle"
             " again"
+        )
+    if "draft_fuse" not in DRAFT_ENGINES[draft.method] and width != draft.hidden_size:
+        raise BundleError(
+            f"target.feature_size is {width}, but a draft of method {draft.method} reads features"
+            f" of its hidden_size {draft.hidden_size}: export the bundle again"
         )
     if draft.draft_vocab_size > target.vocab_size:
         raise BundleError(

@@ -99,7 +99,7 @@ def save_target(folder: Path, model: Any, tokenizer: Any | None = None, **save: 
 def head_config(
     model: Any, *, draft_vocab_size: int | None = None, **overrides: Any
 ) -> dict[str, Any]:
-    """config.json of a head in the official layout."""
+    """config.json of a head in the official EAGLE-3 layout."""
     config = model.config.get_text_config()
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -126,39 +126,35 @@ def save_head(
     aux_layer_ids: tuple[int, ...] | None = None,
     **overrides: Any,
 ) -> Path:
-    """A random head in the official layout. The draft vocabulary is spread over the target's."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """A random head in the official EAGLE-3 layout.
+
+    aux_layer_ids: hidden_states indices, as many as fc fuses; the paper's three, unnamed, by
+    default. The draft vocabulary is spread over the target's.
+    """
     raw = head_config(model, draft_vocab_size=draft_vocab_size, **overrides)
     if aux_layer_ids is not None:
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in aux_layer_ids]}
+    return _write_head(folder, raw, head_weights(model, raw, seed))
+
+
+def _write_head(folder: Path, raw: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file(head_weights(model, raw, seed), folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
 def head_weights(model: Any, raw: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
-    """Random tensors of the official layout for config.json `raw`."""
+    """Random tensors of the official EAGLE-3 layout for config.json `raw`."""
     generator = torch.Generator().manual_seed(seed)
-    config = model.config.get_text_config()
-    d, whole, small = config.hidden_size, raw["vocab_size"], raw["draft_vocab_size"]
-    heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or d // heads
-    a, kv, wide = heads * head_dim, raw["num_key_value_heads"] * head_dim, raw["intermediate_size"]
-    attn, mlp = "midlayer.self_attn", "midlayer.mlp"
+    d, whole, small = raw["hidden_size"], raw["vocab_size"], raw["draft_vocab_size"]
+    stored = raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [1, 2, 3])
     shapes = {
-        "fc.weight": (d, 3 * d),
-        f"{attn}.q_proj.weight": (a, 2 * d),
-        f"{attn}.k_proj.weight": (kv, 2 * d),
-        f"{attn}.v_proj.weight": (kv, 2 * d),
-        f"{attn}.o_proj.weight": (d, a),
-        f"{mlp}.gate_proj.weight": (wide, d),
-        f"{mlp}.up_proj.weight": (wide, d),
-        f"{mlp}.down_proj.weight": (d, wide),
+        "fc.weight": (d, len(stored) * d),
+        **_layer_shapes("midlayer", raw, 2 * d),
         "lm_head.weight": (small, d),
     }
-    weights = {
-        name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()
-    }
+    weights = _random(shapes, generator)
     for norm in (
         "midlayer.hidden_norm",
         "midlayer.input_layernorm",
@@ -171,6 +167,59 @@ def head_weights(model: Any, raw: dict[str, Any], seed: int = 1) -> dict[str, to
         weights["d2t"] = ids - torch.arange(small)
         weights["t2d"] = torch.zeros(whole, dtype=torch.bool).index_fill_(0, ids, True)
     return weights
+
+
+def _layer_shapes(layer: str, raw: dict[str, Any], width: int) -> dict[str, tuple[int, ...]]:
+    """The matrices of a head's layer whose q, k, v read `width`."""
+    d, heads, wide = raw["hidden_size"], raw["num_attention_heads"], raw["intermediate_size"]
+    head_dim = raw.get("head_dim") or d // heads
+    a, kv = heads * head_dim, raw["num_key_value_heads"] * head_dim
+    return {
+        f"{layer}.self_attn.q_proj.weight": (a, width),
+        f"{layer}.self_attn.k_proj.weight": (kv, width),
+        f"{layer}.self_attn.v_proj.weight": (kv, width),
+        f"{layer}.self_attn.o_proj.weight": (d, a),
+        f"{layer}.mlp.gate_proj.weight": (wide, d),
+        f"{layer}.mlp.up_proj.weight": (wide, d),
+        f"{layer}.mlp.down_proj.weight": (d, wide),
+    }
+
+
+def _random(
+    shapes: Mapping[str, tuple[int, ...]], generator: torch.Generator, scale: float = 0.3
+) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
+
+
+def save_eagle1_head(folder: Path, model: Any, *, seed: int = 1, **overrides: Any) -> Path:
+    """A random head in the official EAGLE-1/2 layout, with a random embedding of its own.
+
+    overrides: of config.json; `bias`, `qkv_bias` and `attention_bias` say which biases there are.
+    """
+    raw = head_config(model, **overrides)
+    raw = {k: v for k, v in raw.items() if k not in ("architectures", "draft_vocab_size")}
+    return _write_head(folder, raw, eagle1_weights(raw, seed))
+
+
+def eagle1_weights(raw: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random tensors of the official EAGLE-1/2 layout for config.json `raw`."""
+    generator = torch.Generator().manual_seed(seed)
+    d, whole, layer = raw["hidden_size"], raw["vocab_size"], "layers.0"
+    shapes = {
+        "embed_tokens.weight": (whole, d),
+        "fc.weight": (d, 2 * d),
+        **_layer_shapes(layer, raw, d),
+    }
+    with_bias = ["fc"] if raw.get("bias", True) else []
+    if raw.get("qkv_bias") or raw.get("attention_bias"):
+        with_bias += [f"{layer}.self_attn.{x}_proj" for x in "qkv"]
+    if raw.get("attention_bias"):
+        with_bias.append(f"{layer}.self_attn.o_proj")
+    shapes |= {f"{name}.bias": shapes[f"{name}.weight"][:1] for name in with_bias}
+    norm = 1 + 0.1 * torch.randn(d, generator=generator)
+    # No norm stands before its attention: larger weights would make what is fed back grow.
+    weights = _random(shapes, generator, scale=0.15)
+    return {**weights, f"{layer}.post_attention_layernorm.weight": norm}
 
 
 def tiny_plan(**overrides: Any) -> Plan:

@@ -19,20 +19,26 @@ def _none(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
     return NoDrafter()
 
 
-def _eagle3(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+def _eagle(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
     from eagle3.runtime.draft import DraftEngine
-    from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+    from eagle3.runtime.drafters.eagle import EagleDrafter
 
+    info = bundle.manifest.draft
+    assert info is not None
     target_ids = bundle.target_ids()
     engine = DraftEngine(bundle, threads, clock)
-    return Eagle3Drafter(engine, target_ids, bundle.manifest.target.vocab_size)
+    return EagleDrafter(info.method, engine, target_ids, bundle.manifest.target.vocab_size)
 
 
-DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {"none": _none, "eagle3": _eagle3}
+DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {
+    "none": _none,
+    "eagle": _eagle,
+    "eagle3": _eagle,
+}
 
 
 def available(bundle: Bundle) -> list[str]:
-    """The drafters of a bundle, the one it uses by default first."""
+    """The drafters of a bundle, by its manifest; the one it uses by default first."""
     draft = bundle.manifest.draft
     return [draft.method, "none"] if draft is not None else ["none"]
 

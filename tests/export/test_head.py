@@ -104,9 +104,20 @@ def test_a_shallow_target_has_no_default_layers(head: Checkpoint, num_layers: in
         assert head.read(facts=facts, layers=(0, 1, 2)).config.aux_layer_ids == (0, 1, 2)
 
 
-@pytest.mark.parametrize("layers", [(2, 4), (2, 4, 4), (5, 4, 2), (2, 4, 8), (-1, 2, 4)])
+@pytest.mark.parametrize("layers", [(), (2, 4, 4), (5, 4, 2), (2, 4, 9), (-1, 2, 4)])
 def test_layers_that_do_not_fit_are_refused(head: Checkpoint, layers: tuple[int, ...]) -> None:
-    assert str(list(layers)) in head.refusal(layers=layers)
+    message = head.refusal(layers=layers)
+    assert str(list(layers)) in message and "indices from 0 to 8" in message
+
+
+@pytest.mark.parametrize("layers", [(8,), (2, 4), (1, 2, 4, 8)])
+def test_fc_reads_as_many_layers_as_are_named(head: Checkpoint, layers: tuple[int, ...]) -> None:
+    message = head.refusal(layers=layers)
+    assert "fc.weight is [32, 96]" in message and f"[32, {32 * len(layers)}]" in message
+    head.weights["fc.weight"] = torch.zeros(32, 32 * len(layers))
+    assert head.read(layers=layers).config.aux_layer_ids == layers
+    head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers]}
+    assert head.read().config.aux_layer_ids == layers
 
 
 @pytest.mark.parametrize("stored", ["2,4,5", [1, "3", 4], {"a": 1}])
@@ -324,6 +335,7 @@ def test_a_head_for_another_target_is_refused_with_both_numbers(head: Checkpoint
         ("hidden_act", "no-such"),
         ("attention_bias", "false"),
         ("mlp_bias", 0),
+        ("norm_output", "post"),
     ],
 )
 def test_a_config_that_makes_no_sense(head: Checkpoint, key: str, value: Any) -> None:
@@ -341,7 +353,6 @@ def test_a_config_that_makes_no_sense(head: Checkpoint, key: str, value: Any) ->
         ("norm_before_residual", True),
         ("norm_before_fc", True),
         ("fc_norm", True),
-        ("norm_output", True),
         ("speculators_model_type", "eagle3"),
         ("transformer_layer_config", {"hidden_size": 32}),
         ("sliding_window", 4096),
@@ -370,16 +381,15 @@ def test_keys_that_change_nothing_are_accepted(head: Checkpoint, config: dict[st
     head.read()
 
 
-def test_an_eagle1_head_is_refused_with_the_reason(head: Checkpoint) -> None:
-    """Trap 9: read as EAGLE-3 its tau would be exactly 1."""
-    renamed = {
-        name.replace("midlayer", "layers.0"): tensor
-        for name, tensor in head.weights.items()
-        if "self_attn" in name or "mlp" in name or "post_attention" in name
-    }
-    head.weights = {**renamed, "fc.weight": torch.zeros(tiny.HIDDEN, 2 * tiny.HIDDEN)}
-    message = head.refusal()
-    assert "EAGLE-1/2" in message and "[32, 64]" in message
+def test_a_normed_output_is_read(head: Checkpoint) -> None:
+    """Trap 3: what is fed back in EAGLE-3.1."""
+    assert not head.read().config.norm_output
+    assert head.read().config.conventions["norm_output"].source == "dialect default"
+    head.config["norm_output"] = True
+    config = head.read().config
+    assert config.norm_output and build_head(head.read(), torch.float32).norm_output
+    assert config.conventions["norm_output"].value is True
+    assert config.conventions["norm_output"].source == "config"
 
 
 def test_a_speculators_head_is_refused_with_the_reason(head: Checkpoint) -> None:

@@ -217,6 +217,7 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         ("target/aux_layer_ids", [2, 4], "feature_size is 48, but 2 aux_layer_ids of .* make 32"),
         ("draft/method", "medusa", "draft.method is 'medusa', this eagle3 knows eagle3"),
         ("draft/method", "none", "draft.method is 'none'"),
+        ("draft/method", "eagle", "feature_size is 48, but a draft of method eagle reads .* 16"),
         ("generation/eos_token_ids", [2, 64], r"generation.eos_token_ids has \[64\], .* 64"),
         ("tokenizer/eos_token_ids", [99], r"tokenizer.eos_token_ids has \[99\], .* is 64"),
         ("draft", [], r"draft is \[\], not a JSON object"),

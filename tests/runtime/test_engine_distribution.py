@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 import eagle3
 from eagle3.runtime import accept, rules
 from eagle3.runtime.accept import Accepted
-from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+from eagle3.runtime.drafters.eagle import EagleDrafter
 
 PROMPT = [11, 5]  # here the head's candidates are likely: wrong arithmetic shows soonest
 LENGTH = 3
@@ -146,9 +146,7 @@ def test_the_draft_of_the_chain_is_sampled(
 ) -> None:
     """Otherwise `chain` would test what `tree` does."""
     drawn = []
-    draw = Eagle3Drafter._draw
-    monkeypatch.setattr(
-        Eagle3Drafter, "_draw", lambda *args: drawn.append(draw(*args)) or drawn[-1]
-    )
+    draw = EagleDrafter._draw
+    monkeypatch.setattr(EagleDrafter, "_draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     small_engine.generate(PROMPT, max_new_tokens=20, **CONFIGURATIONS["chain"])
     assert len({token for token, _ in drawn}) > 1

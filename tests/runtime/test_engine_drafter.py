@@ -16,7 +16,7 @@ from eagle3.export.check import _DraftPath
 from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_head
 from eagle3.runtime.drafters import DraftRequest
-from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.tree import Tree
 
 Path_ = tuple[int, ...]
@@ -63,14 +63,14 @@ def test_the_tree_is_the_one_of_the_method(
 ) -> None:
     """Rows, positions, masks, feedback and vocabulary of every level, in rounds after rounds."""
     proposed: list[tuple[DraftRequest, Tree]] = []
-    propose = Eagle3Drafter.propose
+    propose = EagleDrafter.propose
 
-    def recorded(self: Eagle3Drafter, request: DraftRequest) -> Tree:
+    def recorded(self: EagleDrafter, request: DraftRequest) -> Tree:
         tree = propose(self, request)
         proposed.append((request, tree))
         return tree
 
-    monkeypatch.setattr(Eagle3Drafter, "propose", recorded)
+    monkeypatch.setattr(EagleDrafter, "propose", recorded)
     options = dict(zip(("draft_top_k", "draft_depth", "num_draft_tokens"), sizes, strict=True))
     text, chunks = list(PROMPT), []
     for chunk in engine.stream(PROMPT, max_new_tokens=24, logit_bias={1: -100.0}, **options):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import eagle3
 from eagle3.runtime.accept import Accepted, Settled, settle
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.drafters.eagle3 import Eagle3Drafter
+from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.target import TargetEngine, TargetOutput
 from eagle3.runtime.tree import Tree
 
@@ -121,7 +121,7 @@ def test_the_head_carries_and_rewinds_exactly(fresh: eagle3.Engine, rule: dict[s
     drafted = fresh.generate(PROMPT, num_draft_tokens=30, **options)
     assert drafted.token_ids == plain.token_ids
     drafter = fresh.drafter("eagle3")
-    assert isinstance(drafter, Eagle3Drafter)
+    assert isinstance(drafter, EagleDrafter)
     observed = drafter._engine.num_rows + drafter._pending
     ahead = len(PROMPT) + 60 - 1
     assert ahead <= observed <= ahead + 3, "one row a committed token, carried ones on top"

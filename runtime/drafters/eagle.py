@@ -1,4 +1,7 @@
-"""EAGLE-3: the head extends its cache by committed rows, then grows a tree from its own output."""
+"""EAGLE heads: one extends its cache by committed rows, then grows a tree from its own output.
+
+EAGLE-1/2 and EAGLE-3 draft alike; what they differ in, `DraftEngine` and its graphs hide.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,19 @@ from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
 from eagle3.runtime.tree import DynamicTree, Tree
 
 
-class Eagle3Drafter:
+class EagleDrafter:
     """Dynamic tree of deterministic candidates, or a sampled chain (method sections 2 and 3).
 
     A row pairs the features of position i with the token of position i + 1, so the newest row
     waits until its token is known: rows are pending until the next `propose`, or until they would
     overflow the engine's buffers.
+
+    name: the method's, one of `DRAFTERS`. target_ids [Vd] int64: the target's id of every draft id.
+    vocab_size: V, the target's.
     """
 
-    name = "eagle3"
-
-    def __init__(self, engine: DraftEngine, target_ids: Int64s, vocab_size: int) -> None:
+    def __init__(self, name: str, engine: DraftEngine, target_ids: Int64s, vocab_size: int) -> None:
+        self.name = name
         self._engine, self._target_ids, self._vocab_size = engine, target_ids, vocab_size
         self._pending = 0
         self._next_ids = np.zeros(engine.max_rows, np.int64)
@@ -35,7 +40,7 @@ class Eagle3Drafter:
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
         """Files rows; the token of the newest pending one is tokens[0]."""
-        assert features is not None, "an EAGLE-3 head needs the target's features"
+        assert features is not None, "an EAGLE head needs the target's features"
         count = len(tokens)
         if self._pending:
             self._next_ids[self._pending - 1] = tokens[0]
