@@ -18,7 +18,7 @@ from eagle3.runtime.decode import Decoding, Round
 from eagle3.runtime.drafters import DRAFTERS, Drafter, available, build
 from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
 from eagle3.runtime.pace import Pace, PlainCost
-from eagle3.runtime.params import Acceptance, SamplingParams
+from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
 from eagle3.runtime.sampling import TokenHistory
 from eagle3.runtime.sequence import FinishReason, TokenSequence
@@ -29,7 +29,6 @@ from eagle3.runtime.text import TextStream
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MAX_LOGPROBS = 20
-MAX_THREADS = 1024
 DEVICES = ("cpu",)
 
 
@@ -195,7 +194,7 @@ class Engine:
         request = Request(
             prompt_ids=self.encode(prompt, chat=chat),
             params=params,
-            max_new_tokens=_checked_count("max_new_tokens", max_new_tokens),
+            max_new_tokens=checked_count("max_new_tokens", max_new_tokens),
             stop=_checked_stop(stop),
             drafter=self._checked_drafter(drafter),
             tree=self._tree(sizes),
@@ -340,7 +339,7 @@ def load(
         raise RequestError(
             f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}"
         )
-    return Engine(Bundle.open(path), _checked_threads(threads))
+    return Engine(Bundle.open(path), checked_threads(threads))
 
 
 def _chat_template(bundle: Bundle) -> ChatTemplate | None:
@@ -354,21 +353,6 @@ def _chunk(each: Round, result: Result | None) -> Chunk:
     logprobs = None if each.logprobs is None else list(each.logprobs)
     done = each.committed
     return Chunk(done.text, list(done.token_ids), done.finish_reason, logprobs, result)
-
-
-def _checked_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise RequestError(f"{name} is {value!r}: give an integer of at least 1")
-    return int(value)
-
-
-def _checked_threads(threads: int | None) -> int:
-    if threads is None:
-        return len(os.sched_getaffinity(0))
-    count = _checked_count("threads", threads)
-    if count > MAX_THREADS:
-        raise RequestError(f"threads is {threads}: give at most {MAX_THREADS}")
-    return count
 
 
 def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ Eagle3Error
 ├── RequestError         a request that cannot be served as asked (prompt, sampling option)
 │   └── PromptTooLong    the prompt does not fit the context
 ├── EngineError          an engine failed or returned numbers that are not numbers
+├── DataError            training data that cannot be read, written or used
+├── TrainingError        a training run that cannot start, resume or go on
 └── ExportError          an export cannot be done
     ├── UnsupportedModel     an architecture that cannot be expressed, by name
     ├── CheckpointError      a draft checkpoint that is not understood completely
@@ -43,6 +45,14 @@ class PromptTooLong(RequestError):
 
 class EngineError(Eagle3Error):
     """An engine failed while running."""
+
+
+class DataError(Eagle3Error):
+    """Training data cannot be read, written or used."""
+
+
+class TrainingError(Eagle3Error):
+    """A training run cannot start, resume or go on."""
 
 
 class ExportError(Eagle3Error):

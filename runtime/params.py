@@ -3,6 +3,7 @@
 Where it sits: `Engine.stream` makes one from its options; `sampling.py` obeys it.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from eagle3.runtime.errors import RequestError
 
 Acceptance = Literal["rejection", "coupled"]
+
+MAX_THREADS = 1024
 
 _LARGEST = 1e30  # of a penalty, a bias, a temperature: leaves float32 room for sums and products
 
@@ -123,3 +126,20 @@ def _checked_bias(bias: object) -> dict[int, float]:
         )
         for token, value in bias.items()
     }
+
+
+def checked_count(name: str, value: int) -> int:
+    """`value` as an int of at least 1. Raises RequestError, by name."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise RequestError(f"{name} is {value!r}: give an integer of at least 1")
+    return int(value)
+
+
+def checked_threads(threads: int | None) -> int:
+    """Threads of an engine; None takes the cores that this process may use. Raises RequestError."""
+    if threads is None:
+        return len(os.sched_getaffinity(0))
+    count = checked_count("threads", threads)
+    if count > MAX_THREADS:
+        raise RequestError(f"threads is {threads}: give at most {MAX_THREADS}")
+    return count

@@ -78,27 +78,43 @@ def ort_value(array: NDArray[Any]) -> Any:
 
 
 class KvCache:
-    """Keys and values of every layer in one block [2, L, B, Hkv, S, D]; B is 1.
+    """Keys and values of every layer in one block [2, L, B, Hkv, S, D], of B sequences.
 
     Slots 0 .. past-1 hold committed tokens; what stands behind them may be overwritten.
     """
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        batch_size: int = 1,
     ) -> None:
-        self.block = aligned_zeros((2, num_layers, 1, num_kv_heads, capacity, head_dim), dtype)
+        shape = (2, num_layers, batch_size, num_kv_heads, capacity, head_dim)
+        self.block = aligned_zeros(shape, dtype)
         self.capacity = capacity
-        self._values = {
-            f"{kind}.{layer}": ort_value(self.block[index, layer])
-            for index, kind in enumerate("kv")
-            for layer in range(num_layers)
-        }
 
-    def bindings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(inputs past_*, outputs present_*): the same memory under both names."""
-        past = {f"past_{name}": value for name, value in self._values.items()}
-        present = {f"present_{name}": value for name, value in self._values.items()}
+    def bindings(
+        self, start: int = 0, stop: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(inputs past_*, outputs present_*) of sequences start .. stop-1, by default of all.
+
+        The same memory under both names.
+        """
+        values = {
+            f"{kind}.{layer}": ort_value(of_layer[start:stop])
+            for kind, of_kind in zip("kv", self.block, strict=True)
+            for layer, of_layer in enumerate(of_kind)
+        }
+        past = {f"past_{name}": value for name, value in values.items()}
+        present = {f"present_{name}": value for name, value in values.items()}
         return past, present
+
+    def copy(self, source: int, target: int, stop: int) -> None:
+        """Copies slots 0 .. stop-1 of sequence `source` to sequence `target`."""
+        self.block[:, :, target, :, :stop] = self.block[:, :, source, :, :stop]
 
     def clear(self, start: int = 0, stop: int | None = None) -> None:
         """Zeros slots start .. stop-1. A masked slot has weight 0, but 0 times NaN is NaN."""

@@ -15,16 +15,17 @@ class Stats:
 
     rounds: target calls after the prefill. acceptance_length: committed tokens per round, the
     target's own token included (tau). accepted_by_position: of the rounds that proposed a token
-    at draft position i, the share that accepted one. tokens_per_second: of the rounds, the first
-    token (it belongs to the prefill) not counted. engine_ms: the part of decode_ms inside engines.
-    plain_rounds: rounds without a draft. fell_back: speculation was switched off as it cost more
-    than it gained.
+    at draft position i, proposed_by_position of them, the share that accepted one.
+    tokens_per_second: of the rounds, the first token (it belongs to the prefill) not counted.
+    engine_ms: the part of decode_ms inside engines. plain_rounds: those without a draft. fell_back:
+    speculation was switched off as it cost more than it gained.
     """
 
     rounds: int = 0
     plain_rounds: int = 0
     acceptance_length: float = 0.0
     accepted_by_position: tuple[float, ...] = ()
+    proposed_by_position: tuple[int, ...] = ()
     tokens_per_second: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
@@ -33,7 +34,8 @@ class Stats:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
-        return {**vars(self), "accepted_by_position": list(self.accepted_by_position)}
+        lists = {n: list(v) for n, v in vars(self).items() if isinstance(v, tuple)}
+        return {**vars(self), **lists}
 
 
 class StatsRecorder:
@@ -71,6 +73,7 @@ class StatsRecorder:
             accepted_by_position=tuple(
                 a / p for a, p in zip(self._accepted, self._proposed, strict=True)
             ),
+            proposed_by_position=tuple(self._proposed),
             tokens_per_second=self.committed / seconds if seconds else 0.0,
             prefill_ms=self.prefill_ns / 1e6,
             decode_ms=self.decode_ns / 1e6,

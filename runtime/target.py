@@ -49,7 +49,9 @@ class TargetEngine:
     def __init__(self, bundle: Bundle, threads: int, clock: Clock) -> None:
         plan, info = bundle.manifest.plan, bundle.manifest.target
         # First, so that a manifest which does not fit the graph sizes no buffer.
-        self._session = load_session(bundle, "target", _bound(bundle.manifest), threads, clock)
+        self._session = load_session(
+            bundle, "target", bound_target(bundle.manifest), threads, clock
+        )
         dtype = np.dtype(plan.dtype)
         self.vocab_size, self.feature_size = info.vocab_size, info.feature_size
         self.capacity = plan.max_seq_len
@@ -137,8 +139,8 @@ class TargetEngine:
         )
 
 
-def _bound(manifest: Manifest) -> Bound:
-    """What `_values` binds."""
+def bound_target(manifest: Manifest) -> Bound:
+    """What a caller of the target's graph binds."""
     plan, info = manifest.plan, manifest.target
     cache = (info.num_kv_heads, plan.cache_capacity, info.head_dim)
     inputs = (
