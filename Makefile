@@ -26,7 +26,7 @@ lint: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || "$(PYTHON)" -m venv --clear .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[cpu,export,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev]'
 	touch "$@"
 
 # What a service installs: the runtime alone, without torch or transformers. It comes after the

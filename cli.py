@@ -7,13 +7,9 @@ wrong usage exits 2, Ctrl-C 130 with what was generated still shown.
 from __future__ import annotations
 
 import io
-import json
-import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from functools import reduce
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -22,14 +18,23 @@ import click
 from eagle3 import __version__
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.runtime.errors import Eagle3Error, ExportError
+from eagle3.runtime.options import (
+    all_options,
+    given_fields,
+    import_stage,
+    json_option,
+    layer_numbers,
+    note,
+    parsed,
+    print_result,
+)
+from eagle3.train.commands import train
 
 if TYPE_CHECKING:
     from eagle3.export.build import ExportRequest
     from eagle3.runtime.engine import Engine
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
-Decorator = Callable[[Any], Any]
 
 
 class _Main(click.Group):
@@ -42,10 +47,10 @@ class _Main(click.Group):
         try:
             return super().invoke(ctx)
         except Eagle3Error as error:
-            _note(f"error: {' '.join(str(error).split())}")
+            note(f"error: {' '.join(str(error).split())}")
             ctx.exit(1)
         except KeyboardInterrupt:
-            _note("")
+            note("")
             ctx.exit(_INTERRUPTED)
 
 
@@ -54,11 +59,10 @@ class _Main(click.Group):
 )
 @click.version_option(__version__, prog_name="eagle3")
 def main() -> None:
-    """Compile an LLM with its EAGLE-3 draft into engines, and decode losslessly."""
+    """Compile an LLM with its EAGLE draft into engines, and decode losslessly."""
 
 
-def _note(text: str) -> None:
-    click.echo(text, err=True)
+main.add_command(train)
 
 
 def _write(text: str) -> None:
@@ -67,28 +71,6 @@ def _write(text: str) -> None:
 
 def _silent(text: str) -> None:
     """Where --json keeps stdout for its object."""
-
-
-def _show(data: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    click.echo(json.dumps(data, indent=2) if as_json else "\n".join(lines))
-
-
-def _options(*options: Decorator) -> Decorator:
-    """Several options as one decorator, shown in this order."""
-    return lambda command: reduce(lambda done, option: option(done), reversed(options), command)
-
-
-def _parsed(parse: Callable[[Any], Any], wanted: str) -> Callable[..., Any]:
-    """An option's callback: what was given goes through `parse`, whose ValueError is wrong use."""
-
-    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-        try:
-            return None if value in (None, ()) else parse(value)
-        except ValueError:
-            given = value if isinstance(value, str) else ", ".join(value)
-            raise click.BadParameter(f"'{given}': give {wanted}") from None
-
-    return callback
 
 
 def _acceptance(value: str) -> str:
@@ -103,17 +85,12 @@ def _logit_bias(values: Sequence[str]) -> dict[int, float]:
     return {int(token): float(bias) for token, bias in (each.split("=", 1) for each in values)}
 
 
-def _aux_layers(value: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in value.split(","))
-
-
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-_engine_options = _options(
+_engine_options = all_options(
     click.option("--threads", type=int, help="Of each engine; default: the cores it may use."),
     click.option("--device", default="cpu", help="Where the engines run."),
 )
 # Without a default: what is not given is not passed on, so the engine's own defaults hold.
-_request_options = _options(
+_request_options = all_options(
     click.option("--max-new-tokens", type=int, help="Longest answer."),
     click.option("--temperature", type=float, help="0, the default, is greedy."),
     click.option("--top-k", type=int, help="Sample from the k most likely tokens."),
@@ -126,13 +103,13 @@ _request_options = _options(
         "--logit-bias",
         multiple=True,
         metavar="ID=VALUE",
-        callback=_parsed(_logit_bias, "ID=VALUE, as in 42=-100"),
+        callback=parsed(_logit_bias, "ID=VALUE, as in 42=-100"),
         help="Added to a token's logit; repeatable.",
     ),
     click.option("--seed", type=int, help="Of sampling."),
     click.option(
         "--acceptance",
-        callback=_parsed(_acceptance, "rejection or coupled"),
+        callback=parsed(_acceptance, "rejection or coupled"),
         metavar="rejection|coupled",
         help="Rule when sampling; coupled: same seed, same text, with any drafter.",
     ),
@@ -168,7 +145,7 @@ def _load(bundle: str, threads: int | None, device: str = "cpu") -> Engine:
 @click.option("--show-prompt", is_flag=True, help="Rendered prompt on stderr.")
 @click.option("--logprobs", type=int, metavar="N", help="N alternatives a token, with --json.")
 @click.option("--compare", is_flag=True, help="Run plain decoding too; exit 1 if tokens differ.")
-@_json
+@json_option
 @_request_options
 @_engine_options
 def run(
@@ -188,10 +165,10 @@ def run(
     if flags["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: they are fields of its object")
     options = {**_request(**flags), "chat": not raw}
-    text = stdin_text(_note) if prompt is None else prompt
+    text = stdin_text(note) if prompt is None else prompt
     engine = _load(bundle, threads, device)
     if show_prompt:
-        _note(text if raw else engine.render(text))
+        note(text if raw else engine.render(text))
     show = _compare if compare else _answer
     show(engine, text, as_json, options)
 
@@ -200,9 +177,9 @@ def _answer(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any])
     from eagle3.runtime.console import answer, stats_lines
 
     result = answer(engine, prompt, _silent if as_json else _write, **options)
-    _show(result.to_json(), [""], as_json)
+    print_result(result.to_json(), [""], as_json)
     for line in stats_lines(result):
-        _note(line)
+        note(line)
     if result.finish_reason == "cancelled":
         raise KeyboardInterrupt
 
@@ -213,9 +190,9 @@ def _compare(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]
     comparison = console.compare(engine, prompt, _silent if as_json else _write, **options)
     if comparison.cancelled:
         raise KeyboardInterrupt
-    _show(comparison.to_json(), ["", "", *comparison.lines()], as_json)
+    print_result(comparison.to_json(), ["", "", *comparison.lines()], as_json)
     for line in console.warnings(comparison.drafted.stats):
-        _note(line)
+        note(line)
     if comparison.failed:
         raise SystemExit(1)
 
@@ -230,9 +207,9 @@ def chat(bundle: str, system: str | None, threads: int | None, device: str, **fl
     from eagle3.runtime.console import typed_lines
     from eagle3.runtime.conversation import Conversation, converse
 
-    options, lines = _request(**flags), typed_lines(_note)
-    talk = Conversation(_load(bundle, threads, device), _note, system, **options)
-    converse(talk, lines, _write, _note)
+    options, lines = _request(**flags), typed_lines(note)
+    talk = Conversation(_load(bundle, threads, device), note, system, **options)
+    converse(talk, lines, _write, note)
 
 
 @main.command()
@@ -244,7 +221,7 @@ def chat(bundle: str, system: str | None, threads: int | None, device: str, **fl
 )
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first so many.")
 @click.option("--max-new-tokens", type=int, help="Of each answer.")
-@_json
+@json_option
 @_engine_options
 def verify(
     bundle: str,
@@ -262,8 +239,8 @@ def verify(
     texts = PROMPTS if prompts is None else load_prompts(prompts)
     limit = checks.MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     engine = _load(bundle, threads, device)
-    report = checks.verify(engine, texts[:num_prompts], limit, report=_note)
-    _show(report.to_json(), report.lines(), as_json)
+    report = checks.verify(engine, texts[:num_prompts], limit, report=note)
+    print_result(report.to_json(), report.lines(), as_json)
     if not report.passed:
         raise SystemExit(1)
 
@@ -271,7 +248,7 @@ def verify(
 @main.command()
 @click.argument("bundle")
 @click.option("--hashes", is_flag=True, help="Read every file and compare its SHA-256.")
-@_json
+@json_option
 def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
     """Say what is inside BUNDLE."""
     from eagle3.runtime.bundle import Bundle
@@ -280,18 +257,18 @@ def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
     opened = Bundle.open(bundle)
     if hashes:
         opened.verify_hashes()
-        _note("every file has the SHA-256 that the manifest names")
-    _show(describe(opened), description_lines(opened), as_json)
+        note("every file has the SHA-256 that the manifest names")
+    print_result(describe(opened), description_lines(opened), as_json)
 
 
 @main.command()
-@_json
+@json_option
 def doctor(as_json: bool) -> None:
     """Say what this machine can run and what is missing; exit 1 if nothing can run."""
     from eagle3.runtime.doctor import diagnose
 
     found = diagnose()
-    _show(found.to_json(), found.lines(), as_json)
+    print_result(found.to_json(), found.lines(), as_json)
     if not found.can_run:
         raise SystemExit(1)
 
@@ -301,7 +278,9 @@ _PLAN = Plan()
 
 @main.command()
 @click.option("--target", required=True, help="Hugging Face id, folder, or .gguf file.")
-@click.option("--draft", required=True, help="Folder or id of an EAGLE-3 head, or 'none'.")
+@click.option(
+    "--draft", required=True, help="Folder or id of an EAGLE-1, -2 or -3 head, or 'none'."
+)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
 @click.option("--dtype", type=click.Choice(DTYPES), default=_PLAN.dtype, help="Of the target.")
@@ -320,7 +299,7 @@ _PLAN = Plan()
 @click.option(
     "--aux-layers",
     "aux_layer_ids",
-    callback=_parsed(_aux_layers, "layer numbers, as in 2,15,27"),
+    callback=parsed(layer_numbers, "layer numbers, as in 2,15,27"),
     metavar="L,M,H",
     help="Fused layers as hidden_states indices, where the head's config does not name them.",
 )
@@ -328,39 +307,20 @@ _PLAN = Plan()
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.pass_context
 def export(ctx: click.Context, /, **_: Any) -> None:
-    """Compile a target and its EAGLE-3 head into a bundle, and check it against PyTorch."""
-    build = _import_export()
+    """Compile a target and its draft head into a bundle, and check it against PyTorch."""
+    build = import_stage("eagle3.export.build", "export", ExportError)
     from eagle3.runtime.describe import export_lines
 
-    bundle, check = build.export_bundle(_export_request(ctx), report=_note)
+    bundle, check = build.export_bundle(_export_request(ctx), report=note)
     click.echo("\n".join(export_lines(bundle)))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
 
 
-def _import_export() -> Any:
-    """The module `eagle3.export.build`, quiet where nobody watches."""
-    watched = sys.stderr.isatty()
-    if not watched:
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    try:
-        from transformers.utils import logging
-
-        if not watched:
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
-        from eagle3.export import build
-    except ImportError as error:
-        raise ExportError(
-            f"export needs torch and transformers: pip install 'eagle3[export]' ({error})"
-        ) from error
-    return build
-
-
 def _export_request(ctx: click.Context) -> ExportRequest:
     from eagle3.export.build import ExportRequest
 
-    given = _given(ExportRequest, ctx.params)
+    given = given_fields(ExportRequest, ctx.params)
     draft = None if given["draft"] == "none" else given["draft"]
     plan, command = _plan(ctx.params), _command(ctx)
     return ExportRequest(**{**given, "draft": draft, "plan": plan, "command": command})
@@ -369,12 +329,9 @@ def _export_request(ctx: click.Context) -> ExportRequest:
 def _plan(flags: dict[str, Any]) -> Plan:
     # ONNX Runtime's CPU provider has no bfloat16.
     backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
-    return Plan(**_given(Plan, flags), tree=TreePlan(**_given(TreePlan, flags)), backend=backend)
-
-
-def _given(cls: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that have an option of their name."""
-    return {each.name: flags[each.name] for each in fields(cls) if each.name in flags}
+    return Plan(
+        **given_fields(Plan, flags), tree=TreePlan(**given_fields(TreePlan, flags)), backend=backend
+    )
 
 
 def _command(ctx: click.Context) -> str:

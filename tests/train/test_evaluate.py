@@ -1,0 +1,121 @@
+"""`train eval`: numbers come from decoding, and add up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import eagle3
+from eagle3.plans.plan import TreePlan
+from eagle3.runtime.errors import DataError
+from eagle3.runtime.stats import Stats
+from eagle3.train.config import Recipe, TrainRequest
+from eagle3.train.evaluate import evaluate
+from eagle3.train.head import train_head
+from eagle3.train.measure import Evaluation, Task
+from eagle3.train.request import EvalRequest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from making import data_folder  # noqa: E402
+
+TREE = TreePlan(2, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def request_(
+    llama_folder: Path, head_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> EvalRequest:
+    """The random head's, on two tasks; its bundle is made once."""
+    folder = tmp_path_factory.mktemp("eval")
+    for name, words in (("one", ["t3 t4", "t5"]), ("two", ["t6 t7 t8"])):
+        lines = [json.dumps({"turns": [text, "t9"]}) for text in words]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return EvalRequest(
+        str(llama_folder),
+        head_folder,
+        (folder / "one.jsonl", folder / "two.jsonl"),
+        tree=TREE,
+        max_new_tokens=24,
+        max_seq_len=128,
+        bundle=folder / "bundle",
+        threads=1,
+    )
+
+
+def test_tau_is_what_decoding_gives(request_: EvalRequest) -> None:
+    result = evaluate(replace(request_, compare=True))
+    engine = eagle3.load(request_.bundle, threads=1)
+    options = {"draft_top_k": 2, "draft_depth": 3, "num_draft_tokens": 5}
+    alone = engine.generate("t6 t7 t8", max_new_tokens=24, **options)
+    two = result.tasks[1]
+    assert [task.name for task in result.tasks] == ["one", "two"]
+    assert [task.prompts for task in result.tasks] == [2, 1]
+    assert two.tau == pytest.approx(alone.stats.acceptance_length)
+    assert two.rounds == alone.stats.rounds
+    assert all(task.differing == 0 for task in result.tasks)
+    assert result.mean_tau == pytest.approx(sum(t.tau for t in result.tasks) / 2)
+    text = "\n".join(result.lines())
+    assert "one" in text and f"{two.tau:.3f}" in text and "token-equal" in text
+    assert json.loads(json.dumps(result.to_json()))["tasks"][1]["task"] == "two"
+
+
+def test_the_target_as_its_own_draft_would_accept_all(request_: EvalRequest) -> None:
+    task = Task("all")
+    task.add(
+        Stats(
+            rounds=4,
+            acceptance_length=3.0,
+            accepted_by_position=(1.0, 0.5),
+            proposed_by_position=(4, 4),
+            decode_ms=1.0,
+        )
+    )
+    task.add(
+        Stats(
+            rounds=1,
+            acceptance_length=1.0,
+            accepted_by_position=(0.0,),
+            proposed_by_position=(1,),
+            decode_ms=1.0,
+        )
+    )
+    assert task.tau == pytest.approx(13 / 5)
+    assert task.acceptance == pytest.approx((0.8, 0.625))  # 4 of 5; 2 of 4 over 4 of 5
+    assert Evaluation((task,)).to_json()["mean_tau"] == pytest.approx(2.6)
+
+
+def test_no_prompts_are_an_error(request_: EvalRequest) -> None:
+    with pytest.raises(DataError, match="--prompts"):
+        evaluate(replace(request_, prompts=()))
+
+
+def test_teacher_forced_agreement_is_of_the_held_out_part(
+    request_: EvalRequest, llama_folder: Path, tmp_path: Path
+) -> None:
+    data_folder(tmp_path / "data", llama_folder, count=60)
+    recipe = Recipe(
+        epochs=6,
+        batch_tokens=128,
+        ttt_steps=2,
+        draft_vocab_size=40,
+        holdout=0.2,
+        learning_rate=3e-3,
+    )
+    head = train_head(TrainRequest(tmp_path / "data", tmp_path / "head", recipe))
+    curves = (head / "curves.csv").read_text().splitlines()
+    columns, last = curves[0].split(","), curves[-1].split(",")
+    logged = [float(last[columns.index(f"held_agree_{i}")]) for i in range(2)]
+    changed: dict[str, Any] = {"draft": head, "data": tmp_path / "data", "bundle": None}
+    result = evaluate(replace(request_, **changed, prompts=request_.prompts[1:]))
+    assert result.agreement == pytest.approx(logged, abs=0.02)  # the saved head is float16
+    assert result.to_json()["teacher_forced_agreement"]
+
+
+def test_the_tree_reaches_the_engine(request_: EvalRequest) -> None:
+    chain = evaluate(replace(request_, tree=TreePlan(1, 2, 2), prompts=request_.prompts[:1]))
+    assert len(chain.tasks[0].acceptance) == 2

@@ -1,0 +1,239 @@
+"""Training runs: resumed and distributed ones end with the weights of a plain one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3.export.head_config import TargetFacts, read_head
+from eagle3.export.target import load_target
+from eagle3.runtime.errors import DataError, TrainingError
+from eagle3.train import loop as loop_module
+from eagle3.train.config import Recipe, TrainRequest
+from eagle3.train.curves import read_curves
+from eagle3.train.dataset import open_dataset
+from eagle3.train.features import LiveFeatures, open_features, write_features
+from eagle3.train.head import train_head
+
+sys.path.insert(0, str(Path(__file__).parent))
+from making import data_folder  # noqa: E402
+
+RECIPE = {"epochs": 2, "batch_tokens": 64, "ttt_steps": 3, "draft_vocab_size": 40, "holdout": 0.1}
+FACTS = TargetFacts(hidden_size=32, vocab_size=64, num_layers=8)
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing of ours catches it."""
+
+
+@pytest.fixture()
+def data(tmp_path: Path, llama_folder: Path) -> Path:
+    data_folder(tmp_path / "data", llama_folder)
+    return tmp_path / "data"
+
+
+def train(data: Path, output: Path, every: int = 3, **recipe: Any) -> dict[str, torch.Tensor]:
+    """Trains and returns the head's weights."""
+    request = TrainRequest(data, output, Recipe(**{**RECIPE, **recipe}), checkpoint_every=every)
+    return load_file(train_head(request) / "model.safetensors")
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The next run dies when it has made `step` steps."""
+    whole = loop_module.Loop._step
+
+    def dying(self: Any, batch: Any) -> Any:
+        if self.step == step:
+            raise Killed
+        return whole(self, batch)
+
+    monkeypatch.setattr(loop_module.Loop, "_step", dying)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("step", [0, 2, 3, 7])
+def test_a_killed_run_ends_with_the_same_weights(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, method: str
+) -> None:
+    plain = train(data, tmp_path / "plain", method=method)
+    with monkeypatch.context() as patch:
+        killed_at(patch, step)
+        with pytest.raises(Killed):
+            train(data, tmp_path / "killed", method=method)
+    resumed = train(data, tmp_path / "killed", method=method)
+    assert plain.keys() == resumed.keys()
+    for name, weight in plain.items():
+        assert torch.equal(weight, resumed[name]), name
+    curves = [read_curves(tmp_path / x / "curves.csv") for x in ("plain", "killed")]
+    shown = [[(r["step"], r["loss"], r["held_loss"]) for r in rows] for rows in curves]
+    assert shown[0] == shown[1]
+
+
+def test_training_lowers_the_loss_and_changes_every_weight(data: Path, tmp_path: Path) -> None:
+    one = train(data, tmp_path / "one", max_steps=1, learning_rate=1e-12)
+    many = train(data, tmp_path / "many", epochs=12, learning_rate=3e-3)
+    for name, weight in many.items():
+        if name not in ("d2t", "t2d"):
+            assert not torch.equal(weight, one[name]), name
+    losses = [
+        float(r["held_loss"]) for r in read_curves(tmp_path / "many/curves.csv") if r["held_loss"]
+    ]
+    assert losses[-1] < losses[0]
+
+
+def test_the_curves_are_drawn(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "head", max_steps=3)
+    assert (tmp_path / "head" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stored_features_train_as_live_ones_do(data: Path, tmp_path: Path) -> None:
+    live = train(data, tmp_path / "live", max_steps=4)
+    dataset = open_dataset(data)
+    target = load_target(json.loads((data / "dataset.json").read_text())["target"], "float32")
+    write_features(data, dataset, LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    stored = open_features(data, dataset)
+    assert stored is not None
+    for name, weight in train(data, tmp_path / "stored", max_steps=4).items():
+        torch.testing.assert_close(weight, live[name], rtol=0, atol=1e-3)
+
+
+def test_features_of_other_tokens_are_refused(
+    data: Path, tmp_path: Path, llama_folder: Path
+) -> None:
+    target = load_target(str(llama_folder), "float32")
+    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    data_folder(data, llama_folder, seed=1)
+    with pytest.raises(DataError, match="other tokens"):
+        train(data, tmp_path / "head")
+
+
+def test_a_layer_that_was_not_kept_is_named(data: Path, tmp_path: Path, llama_folder: Path) -> None:
+    target = load_target(str(llama_folder), "float32")
+    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    with pytest.raises(DataError, match=r"\[3\]"):
+        train(data, tmp_path / "head", aux_layer_ids=(2, 3, 5))
+
+
+@pytest.mark.parametrize(
+    "recipe", [{}, {"fusion": False}, {"norm_output": True}, {"method": "eagle1"}]
+)
+def test_the_head_is_read_by_export(data: Path, tmp_path: Path, recipe: dict[str, Any]) -> None:
+    train(data, tmp_path / "head", max_steps=1, **recipe)
+    head = read_head(tmp_path / "head", FACTS)
+    assert head.config.method == recipe.get("method", "eagle3")
+    assert head.config.norm_output == recipe.get("norm_output", False)
+    wanted = (2, 4, 5) if recipe.get("fusion", True) and "method" not in recipe else (8,)
+    assert head.config.aux_layer_ids == wanted
+
+
+def test_another_recipe_in_the_same_folder_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        killed_at(patch, 4)
+        with pytest.raises(Killed):
+            train(data, tmp_path / "head")
+    with pytest.raises(TrainingError, match="recipe"):
+        train(data, tmp_path / "head", learning_rate=0.1)
+
+
+def test_a_finished_head_is_not_trained_over(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "head", max_steps=1)
+    with pytest.raises(TrainingError, match="--force"):
+        train(data, tmp_path / "head", max_steps=1)
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(data, tmp_path / "plain")
+    save = loop_module.save_checkpoint
+
+    def full(folder: Path, step: int, *rest: Any) -> None:
+        if step < 6:
+            return save(folder, step, *rest)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", _no_space)
+            return save(folder, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "save_checkpoint", full)
+        with pytest.raises(TrainingError, match="No space left"):
+            train(data, tmp_path / "head")
+    resumed = train(data, tmp_path / "head")
+    assert all(torch.equal(plain[name], resumed[name]) for name in plain)
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        ({"ttt_steps": 0}, "ttt_steps is 0"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"data_share": 0.0}, "data_share"),
+        ({"method": "eagle1", "norm_output": True}, "EAGLE-1"),
+        ({"method": "eagle2"}, "eagle3, eagle1"),
+    ],
+)
+def test_a_recipe_is_checked(fault: dict[str, Any], match: str) -> None:
+    with pytest.raises(TrainingError, match=match):
+        Recipe(**fault)
+
+
+def test_steps_grow_over_the_ramp() -> None:
+    recipe = Recipe(ttt_steps=4, ttt_ramp=0.8)
+    assert [recipe.steps_at(p) for p in (0, 0.1, 0.2, 0.4, 0.61, 0.79, 0.8, 1)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+        4,
+        4,
+        4,
+    ]
+    assert Recipe(ttt_steps=4).steps_at(0) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+def test_two_processes_train_as_one_does(data: Path, tmp_path: Path, method: str) -> None:
+    recipe = {"method": method, "noise": 0.0}
+    one = train(data, tmp_path / "one", **recipe)
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "torch.set_num_threads(1)\n"
+        "from pathlib import Path\n"
+        "from test_loop import train\n"
+        f"train(Path({str(data)!r}), Path({str(tmp_path / 'two')!r}), **{recipe!r})\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--local-addr", "127.0.0.1"]
+    tests = str(Path(__file__).parents[1])
+    run = subprocess.run(
+        [*command, str(script)],
+        env={**os.environ, "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    two = load_file(tmp_path / "two" / "model.safetensors")
+    for name, weight in one.items():
+        np.testing.assert_allclose(two[name].float(), weight.float(), atol=2e-3, err_msg=name)
+    shards = list((tmp_path / "two" / "checkpoints").glob("*/*.distcp"))
+    assert len({path.name for path in shards}) == 2

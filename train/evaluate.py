@@ -1,0 +1,144 @@
+"""`eagle3 train eval`: what a head is worth, measured by decoding with it.
+
+Teacher-forced agreement is shown beside it, never instead: it cannot see a head that is wired
+otherwise than it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from eagle3.export.build import ExportRequest, export_bundle
+from eagle3.export.head_config import TargetFacts, read_head
+from eagle3.export.head_graph import build_head
+from eagle3.export.target import load_target
+from eagle3.plans.plan import Plan
+from eagle3.runtime.engine import Engine, load
+from eagle3.runtime.errors import DataError
+from eagle3.runtime.prompts import load_prompts
+from eagle3.train.batches import split
+from eagle3.train.config import Recipe
+from eagle3.train.dataset import open_dataset
+from eagle3.train.features import LiveFeatures, fingerprint, open_features
+from eagle3.train.measure import Evaluation, Task
+from eagle3.train.objective import Eagle3Objective
+from eagle3.train.request import EvalRequest
+from eagle3.train.source import BatchSource
+from eagle3.train.window import Window
+
+Report = Callable[[str], None]
+
+
+def evaluate(request: EvalRequest, report: Report = lambda _: None) -> Evaluation:
+    """Exports the head, decodes every prompt with it, and adds up.
+
+    Raises DataError without prompts, and whatever export, engine and prompt files raise.
+    """
+    if not request.prompts:
+        raise DataError("no prompt file to decode: give --prompts")
+    files = {path: load_prompts(path)[: request.num_prompts] for path in request.prompts}
+    agreement = held_out_agreement(request) if request.data is not None else ()
+    with _bundle(request, report) as folder:
+        engine = load(folder, threads=request.threads)
+        tasks = []
+        for path, prompts in files.items():
+            tasks.append(_task(engine, path.stem, prompts, request))
+            report(f"{path.stem}: tau {tasks[-1].tau:.3f}")
+    return Evaluation(tuple(tasks), agreement)
+
+
+def _task(engine: Engine, name: str, prompts: Sequence[str], request: EvalRequest) -> Task:
+    task, limit, tree = Task(name), request.max_new_tokens, request.tree
+    for prompt in prompts:
+        drafted = engine.generate(
+            prompt,
+            max_new_tokens=limit,
+            draft_top_k=tree.draft_top_k,
+            draft_depth=tree.draft_depth,
+            num_draft_tokens=tree.num_draft_tokens,
+        )
+        task.add(drafted.stats)
+        if request.compare:
+            plain = engine.generate(prompt, max_new_tokens=limit, drafter="none")
+            task.plain_ms = (task.plain_ms or 0.0) + plain.stats.decode_ms
+            task.differing += plain.token_ids != drafted.token_ids
+    return task
+
+
+@contextmanager
+def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
+    """The head's bundle: the one that is there, or a new one, kept where the request says."""
+    if request.bundle is not None and (request.bundle / "manifest.json").is_file():
+        yield request.bundle
+        return
+    with tempfile.TemporaryDirectory(prefix="eagle3-eval-") as scratch:
+        output = request.bundle or Path(scratch) / "bundle"
+        plan = Plan(
+            max_seq_len=request.max_seq_len,
+            tree=request.tree,
+            draft_weights=request.draft_weights,
+        )
+        export_bundle(ExportRequest(request.target, str(request.draft), output, plan), report)
+        yield output
+
+
+def held_out_agreement(request: EvalRequest) -> tuple[float, ...]:
+    """Teacher-forced agreement by draft step on a data folder's held-out conversations.
+
+    Which ones were held out stands in the head's training.json; all of them for other heads.
+    Raises DataError for EAGLE-1 heads' folders without a recipe, and for data without features.
+    """
+    assert request.data is not None
+    data = open_dataset(request.data)
+    recipe, indices = _held_out(request.draft, len(data), fingerprint(data))
+    target = load_target(request.target, "float32")
+    last = int(target.config.num_hidden_layers)
+    facts = TargetFacts(int(target.config.hidden_size), target.vocab_size, last)
+    head = read_head(request.draft, facts)
+    if head.config.method != "eagle3":
+        return ()
+    features = open_features(request.data, data) or LiveFeatures(
+        target.model, sorted({*head.config.aux_layer_ids, last}), False
+    )
+    source = BatchSource(
+        data,
+        features,
+        head.config.aux_layer_ids,
+        last,
+        head.config.hidden_size,
+        recipe.max_len,
+        torch.device("cpu"),
+    )
+    rows = target.model.get_output_embeddings().weight[torch.from_numpy(head.target_ids)]
+    embedding = target.model.get_input_embeddings().weight
+    module = build_head(head, torch.float32)
+    objective = Eagle3Objective(module, embedding, rows, torch.float32)
+    window = Window(recipe.num_steps)
+    with torch.no_grad():
+        for batch in source.batches(indices, recipe.batch_tokens):
+            window.add(objective(source.batch(batch), recipe.num_steps))
+    return window.agreement
+
+
+def _held_out(draft: Path, count: int, data: str) -> tuple[Recipe, list[int]]:
+    """The recipe that a head was trained by, and the conversations that it did not see."""
+    path = draft / "training.json"
+    if not path.is_file():
+        return Recipe(ttt_steps=5), list(range(count))
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+        fields = {**run["recipe"]}
+        if fields["aux_layer_ids"] is not None:
+            fields["aux_layer_ids"] = tuple(fields["aux_layer_ids"])
+        recipe = Recipe(**fields)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if run.get("data") != data:
+        return recipe, list(range(count))
+    return recipe, split(count, recipe.holdout, recipe.data_share, recipe.seed).held_out.tolist()

@@ -1,0 +1,165 @@
+"""`eagle3 train head`: a data folder in, a head in the official layout out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from eagle3.export.head_config import HeadConfig
+from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.target import Target, load_target
+from eagle3.runtime.errors import TrainingError
+from eagle3.train.batches import split
+from eagle3.train.config import Recipe, TrainRequest
+from eagle3.train.curves import plot_curves
+from eagle3.train.dataset import TokenDataset, open_dataset
+from eagle3.train.features import LiveFeatures, fingerprint, open_features
+from eagle3.train.heads import new_head, new_head_config, save_head
+from eagle3.train.loop import Loop
+from eagle3.train.objective import Eagle1Objective, Eagle3Objective
+from eagle3.train.processes import Processes, joined_processes
+from eagle3.train.source import BatchSource
+from eagle3.train.start import start_from_target
+from eagle3.train.vocabulary import coverage, draft_vocabulary
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Trainee:
+    """What is trained, and what its folder needs to be read by others."""
+
+    config: HeadConfig
+    head: EagleHead | Eagle1Head
+    target_ids: NDArray[np.int64]
+
+
+def train_head(request: TrainRequest, report: Report = lambda _: None) -> Path:
+    """Trains, or goes on training, and writes the head to request.output; returns that folder.
+
+    Raises DataError for data that cannot be used and TrainingError for a run that cannot start,
+    resume or go on; checkpoints stay.
+    """
+    with joined_processes() as processes:
+        say = report if processes.is_first else _silent
+        if processes.is_first:
+            _prepare(request)
+        processes.wait()
+        data = open_dataset(request.data)
+        target = load_target(_target_of(request), "float32")
+        trainee = _trainee(request.recipe, data, target, say)
+        loop = _loop(request, processes, data, target, trainee, say)
+        del target
+        loop.resume()
+        loop.train()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(loop.objective, options=options)
+        if processes.is_first:
+            _finish(request, loop, trainee, weights, say)
+        processes.wait()
+    return request.output
+
+
+def _silent(_: str) -> None:
+    """What the other processes report."""
+
+
+def _prepare(request: TrainRequest) -> None:
+    """An empty output, or one that this command made."""
+    out = request.output
+    if request.force and (out / "checkpoints").is_dir():
+        shutil.rmtree(out / "checkpoints")
+    elif (out / "training.json").is_file() and not request.force:
+        raise TrainingError(f"{out} holds a finished head: give --force to train it anew")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainingError(f"{out} cannot be made: {error.strerror}") from error
+
+
+def _target_of(request: TrainRequest) -> str:
+    if request.target is not None:
+        return request.target
+    path = request.data / "dataset.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["target"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrainingError(
+            f"{path} does not name the target ({error}): give it with --target"
+        ) from error
+
+
+def _trainee(recipe: Recipe, data: TokenDataset, target: Target, report: Report) -> _Trainee:
+    size = target.vocab_size if recipe.method == "eagle1" else recipe.draft_vocab_size
+    ids = draft_vocabulary(data, target.vocab_size, size)
+    config = new_head_config(target.config, recipe, len(ids))
+    report(f"draft vocabulary {len(ids):,}: {coverage(data, ids):.1%} of the written tokens")
+    head = new_head(config, target.model.get_output_embeddings().weight.detach())
+    start_from_target(head, target.model, ids, recipe.seed, report)
+    return _Trainee(config, head, ids)
+
+
+def _loop(
+    request: TrainRequest,
+    processes: Processes,
+    data: TokenDataset,
+    target: Target,
+    trainee: _Trainee,
+    report: Report,
+) -> Loop:
+    recipe, config, device = request.recipe, trainee.config, processes.device
+    last = int(target.config.num_hidden_layers)
+    features = open_features(request.data, data) or LiveFeatures(
+        target.model.to(device), sorted({*config.aux_layer_ids, last}), recipe.bf16
+    )
+    source = BatchSource(
+        data, features, config.aux_layer_ids, last, config.hidden_size, recipe.max_len, device
+    )
+    parts = split(len(data), recipe.holdout, recipe.data_share, recipe.seed)
+    embedding = target.model.get_input_embeddings().weight.detach().float()
+    dtype = torch.bfloat16 if recipe.bf16 else torch.float32
+    if isinstance(trainee.head, EagleHead):
+        rows = target.model.get_output_embeddings().weight.detach().float()
+        rows = rows[torch.from_numpy(trainee.target_ids)]
+        objective: Any = Eagle3Objective(trainee.head, embedding, rows, dtype)
+    else:
+        objective = Eagle1Objective(trainee.head, embedding, dtype)
+    cut = int(np.sum(data.lengths > recipe.max_len))
+    if cut:
+        report(f"{cut} conversations are longer than {recipe.max_len} tokens and are cut there")
+    return Loop(
+        recipe=recipe,
+        objective=processes.shard(objective.to(device)),
+        source=source,
+        split=parts,
+        processes=processes,
+        output=request.output,
+        run={"recipe": recipe.to_json(), "data": fingerprint(data)},
+        checkpoint_every=request.checkpoint_every,
+        log_every=request.log_every,
+        report=report,
+    )
+
+
+def _finish(
+    request: TrainRequest, loop: Loop, trainee: _Trainee, weights: dict[str, Any], report: Report
+) -> None:
+    out = request.output
+    own = {n.removeprefix("head."): w for n, w in weights.items() if n.startswith("head.")}
+    save_head(out, trainee.config, own, trainee.target_ids)
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    summary = {**loop.run, "steps": loop.total_steps, "versions": versions}
+    (out / "training.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if not plot_curves(out / "curves.csv", out / "curves.png"):
+        report("no picture of the curves: pip install 'eagle3[train]' brings matplotlib")
+    report(f"head written to {out}")

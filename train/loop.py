@@ -1,0 +1,232 @@
+"""The training loop: batches in, weights out, with checkpoints that a stopped run goes on from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle3.runtime.errors import TrainingError
+from eagle3.train.batches import Split, epoch_batches
+from eagle3.train.checkpoint import load_checkpoint, newest_run, save_checkpoint
+from eagle3.train.config import Recipe
+from eagle3.train.curves import Curves
+from eagle3.train.objective import Batch, StepSums
+from eagle3.train.processes import Processes
+from eagle3.train.progress import Progress
+from eagle3.train.source import BatchSource
+from eagle3.train.window import Window
+
+Report = Callable[[str], None]
+
+
+@dataclass
+class Loop:
+    """One run. `objective` is sharded already; `run` is what a checkpoint must agree with."""
+
+    recipe: Recipe
+    objective: nn.Module
+    source: BatchSource
+    split: Split
+    processes: Processes
+    output: Path
+    run: dict[str, Any]
+    checkpoint_every: int = 200
+    log_every: int = 10
+    report: Report = lambda _: None
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        trained = [p for p in self.objective.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            trained,
+            lr=self.recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=self.recipe.weight_decay,
+            fused=True,
+        )
+        self._trained = trained
+        columns = ["epoch", "loss", "learning_rate", "tokens", "seconds", "held_loss"]
+        steps = range(self.recipe.num_steps)
+        columns += [f"{kind}_{i}" for kind in ("agree", "held_agree") for i in steps]
+        self._curves = Curves(self.output / "curves.csv", columns)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [self.source.length(int(i)) for i in self.split.train]
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        epochs = sum(len(self._batches(epoch)) for epoch in range(self.recipe.epochs))
+        return min(epochs, self.recipe.max_steps or epochs)
+
+    def resume(self) -> None:
+        """Goes to the newest checkpoint, if any. Raises TrainingError for a foreign one."""
+        run = newest_run(self.output / "checkpoints")
+        if run is not None:
+            self._check_same(run)
+            self.step = int(run["step"])
+            load_checkpoint(
+                self.output / "checkpoints",
+                self.step,
+                self.objective,
+                self._optimizer,
+                self.processes,
+            )
+            self.report(f"going on after step {self.step} of {self.total_steps}")
+        if self.processes.is_first:
+            self._curves.truncate(self.step)
+
+    def _check_same(self, run: dict[str, Any]) -> None:
+        wanted = {**self.run, "step": run["step"]}
+        for name in sorted({*run, *wanted}):
+            if run.get(name) != wanted.get(name):
+                raise TrainingError(
+                    f"{self.output} holds a run with {name} {run.get(name)!r}, not "
+                    f"{wanted.get(name)!r}: give another output, or --force to start anew"
+                )
+
+    def train(self) -> None:
+        """Runs to the last step; evaluates on the held-out conversations after every epoch."""
+        progress = Progress("training", self._tokens_left(), self.report)
+        window = Window(self.recipe.num_steps)
+        for epoch, batch, ends_epoch in self._steps_left():
+            sums = self._step(batch)
+            window.add(sums)
+            self.step += 1
+            last = self.step == self.total_steps
+            saves = self.step % self.checkpoint_every == 0 or last
+            if self.step % self.log_every == 0 or saves:  # so that a resumed run logs the same
+                self._log(epoch, window, progress)
+                window = Window(self.recipe.num_steps)
+            if ends_epoch or last:
+                self._evaluate(epoch)
+            if saves:
+                save_checkpoint(
+                    self.output / "checkpoints",
+                    self.step,
+                    self.objective,
+                    self._optimizer,
+                    self.run,
+                    self.processes,
+                )
+            progress.add(sum(map(self.source.length, batch)), window.note())
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        return epoch_batches(
+            self.split.train.tolist(),
+            self._lengths,
+            self.recipe.batch_tokens,
+            self.recipe.seed,
+            epoch,
+        )
+
+    def _steps_left(self) -> Iterator[tuple[int, list[int], bool]]:
+        """(epoch, batch, whether it is the epoch's last) from self.step on."""
+        step = 0
+        for epoch in range(self.recipe.epochs):
+            batches = self._batches(epoch)
+            for n, batch in enumerate(batches):
+                if step == self.total_steps:
+                    return
+                if step >= self.step:
+                    yield epoch, batch, n == len(batches) - 1
+                step += 1
+
+    def _tokens_left(self) -> int:
+        return sum(sum(map(self.source.length, batch)) for _, batch, _ in self._steps_left())
+
+    def _step(self, batch: Sequence[int]) -> StepSums:
+        """One optimizer step on this process's share of `batch`; returns the sums of all."""
+        progress = self.step / self.total_steps
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.learning_rate * self._schedule(progress)
+        num_steps = self.recipe.steps_at(progress)
+        sums = self._forward(self._share(batch), num_steps)
+        rows = self.processes.sum(sums.rows.clone())
+        decay = self.recipe.step_decay ** torch.arange(len(rows), device=rows.device)
+        loss = (sums.loss * decay / rows.clamp(min=1)).sum()
+        torch.autograd.backward(
+            loss * self.processes.world
+        )  # sharded gradients are means over the processes
+        nn.utils.clip_grad_norm_(self._trained, self.recipe.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if not math.isfinite(float(loss.detach())):
+            raise TrainingError(
+                f"the loss of step {self.step} is {float(loss)}: lower --learning-rate; the newest "
+                "checkpoint is from before"
+            )
+        return StepSums(
+            self.processes.sum(sums.loss.detach().clone()),
+            self.processes.sum(sums.agreed.clone()),
+            rows,
+        )
+
+    def _schedule(self, progress: float) -> float:
+        """Linear warm-up, then cosine to 0; `progress` from 0 to 1."""
+        warmup = self.recipe.warmup
+        if progress < warmup:
+            return (progress * self.total_steps + 1) / (warmup * self.total_steps + 1)
+        return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
+
+    def _share(self, batch: Sequence[int]) -> Batch:
+        return self.source.batch(batch[self.processes.rank :: self.processes.world])
+
+    def _forward(self, batch: Batch, num_steps: int) -> StepSums:
+        device = self.processes.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.recipe.bf16):
+            if self.recipe.method == "eagle3":
+                return self.objective(batch, num_steps)  # type: ignore[no-any-return]
+            return self.objective(batch, self._noise(batch.features))  # type: ignore[no-any-return]
+
+    def _noise(self, features: Tensor) -> Tensor:
+        """Uniform in +- recipe.noise while training, drawn for this step and process alone."""
+        if not torch.is_grad_enabled() or not self.recipe.noise:
+            return torch.zeros_like(features)
+        seed = (self.recipe.seed * 1_000_003 + self.step) * 1_009 + self.processes.rank
+        generator = torch.Generator().manual_seed(seed)
+        uniform = torch.rand(features.shape, generator=generator) * 2 - 1
+        return (uniform * self.recipe.noise).to(features)
+
+    def _log(self, epoch: int, window: Window, progress: Progress) -> None:
+        if not self.processes.is_first:
+            return
+        values = window.values("agree")
+        rate = self.recipe.learning_rate * self._schedule((self.step - 1) / self.total_steps)
+        self._curves.add(
+            self.step,
+            {
+                "epoch": epoch,
+                "loss": f"{window.loss(self.recipe.step_decay):.5f}",
+                "learning_rate": f"{rate:.3e}",
+                "tokens": progress.done,
+                "seconds": f"{progress.seconds:.1f}",
+                **values,
+            },
+        )
+
+    def _evaluate(self, epoch: int) -> None:
+        """Loss and agreement on the held-out conversations, by draft step."""
+        held = self.split.held_out.tolist()
+        if not held:
+            return
+        window = Window(self.recipe.num_steps)
+        self.objective.eval()
+        with torch.no_grad():
+            for batch in self.source.batches(held, self.recipe.batch_tokens):
+                sums = self._forward(self._share(batch), self.recipe.num_steps)
+                window.add(StepSums(*map(self.processes.sum, vars(sums).values())))
+        self.objective.train()
+        if self.processes.is_first:
+            loss = window.loss(self.recipe.step_decay)
+            values = window.values("held_agree")
+            self._curves.add(self.step, {"epoch": epoch, "held_loss": f"{loss:.5f}", **values})
+            self.report(f"epoch {epoch + 1}: held-out loss {loss:.4f}{window.note()}")

@@ -1,0 +1,102 @@
+"""Numbers of real decoding, added up by task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3.runtime.stats import Stats
+
+
+@dataclass
+class Task:
+    """Sums over the requests of one task."""
+
+    name: str
+    prompts: int = 0
+    rounds: int = 0
+    committed: float = 0.0
+    decode_ms: float = 0.0
+    plain_ms: float | None = None
+    differing: int = 0
+    _proposed: list[int] = field(default_factory=list)
+    _accepted: list[float] = field(default_factory=list)
+
+    def add(self, stats: Stats) -> None:
+        """Counts one request."""
+        self.prompts += 1
+        self.rounds += stats.rounds
+        self.committed += stats.rounds * stats.acceptance_length
+        self.decode_ms += stats.decode_ms
+        for i, count in enumerate(stats.proposed_by_position):
+            if i == len(self._proposed):
+                self._proposed.append(0)
+                self._accepted.append(0.0)
+            self._proposed[i] += count
+            self._accepted[i] += count * stats.accepted_by_position[i]
+
+    @property
+    def tau(self) -> float:
+        """Committed tokens per target call, the target's own token included."""
+        return self.committed / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """n-alpha: of the rounds that accepted n draft tokens and proposed one more, the share that
+        accepted it too.
+        """
+        shares = [a / p if p else 0.0 for a, p in zip(self._accepted, self._proposed, strict=True)]
+        before = [1.0, *shares]
+        return tuple(now / was if was else 0.0 for now, was in zip(shares, before, strict=False))
+
+    def to_json(self) -> dict[str, Any]:
+        """The measured numbers."""
+        numbers: dict[str, Any] = {
+            "task": self.name,
+            "prompts": self.prompts,
+            "rounds": self.rounds,
+            "tau": round(self.tau, 4),
+            "acceptance_by_position": [round(a, 4) for a in self.acceptance],
+        }
+        if self.plain_ms is not None:
+            numbers["speedup"] = round(self.plain_ms / self.decode_ms, 4)
+            numbers["token_equal"] = self.prompts - self.differing
+        return numbers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A head's numbers: by task from real decoding; agreement [S] teacher-forced, if asked for."""
+
+    tasks: tuple[Task, ...]
+    agreement: tuple[float, ...] = ()
+
+    @property
+    def mean_tau(self) -> float:
+        """Mean over the tasks."""
+        return sum(task.tau for task in self.tasks) / len(self.tasks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The evaluation as a JSON object."""
+        return {
+            "tasks": [task.to_json() for task in self.tasks],
+            "mean_tau": round(self.mean_tau, 4),
+            "teacher_forced_agreement": [round(a, 4) for a in self.agreement],
+        }
+
+    def lines(self) -> list[str]:
+        """The evaluation as a table."""
+        wide = max(len(task.name) for task in self.tasks)
+        rows = [f"{'task':{wide}}  prompts    tau  acceptance by position"]
+        for task in self.tasks:
+            shares = " ".join(f"{a:.2f}" for a in task.acceptance)
+            speed = ""
+            if task.plain_ms is not None:
+                equal = task.prompts - task.differing
+                speed = f"  {task.plain_ms / task.decode_ms:.2f}x, {equal} token-equal"
+            rows.append(f"{task.name:{wide}}  {task.prompts:7}  {task.tau:.3f}  {shares}{speed}")
+        rows.append(f"{'mean':{wide}}  {'':7}  {self.mean_tau:.3f}")
+        if self.agreement:
+            shares = " ".join(f"{a:.2f}" for a in self.agreement)
+            rows.append(f"teacher-forced agreement by step, held out: {shares}")
+        return rows

@@ -1,0 +1,28 @@
+"""What `eagle3 train eval` is asked for. Imports nothing heavy: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eagle3.plans.plan import TreePlan
+
+
+@dataclass(frozen=True)
+class EvalRequest:
+    """What to measure. prompts: files, one task each; data: a folder whose held-out conversations
+    teacher-forced agreement is measured on; bundle: where the head's bundle is kept or found.
+    """
+
+    target: str
+    draft: Path
+    prompts: tuple[Path, ...]
+    tree: TreePlan = TreePlan()
+    num_prompts: int | None = 20
+    max_new_tokens: int = 128
+    draft_weights: str = "same"
+    max_seq_len: int = 2048
+    compare: bool = False
+    data: Path | None = None
+    bundle: Path | None = None
+    threads: int | None = None
