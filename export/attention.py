@@ -19,8 +19,8 @@ import torch
 import torch.onnx.ops as onnx_ops
 from torch import Tensor
 
-# Finite, also in float16: a row of -inf only would turn into NaN in some kernels.
-MASKED = -65504.0
+# Finite: a row of -inf only would turn into NaN in some kernels. Far below any score: it is added.
+MASKED, MASKED_FLOAT16 = -1e30, -65504.0
 
 MaskRule = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> allowed
 
@@ -38,7 +38,7 @@ class KeyWindow:
     query_positions: Tensor
 
     def bias(self, rule: MaskRule | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B,1,N,C]: 0 where a row may look, MASKED elsewhere.
+        """Additive mask [B,1,N,C]: 0 where a row may look, MASKED or MASKED_FLOAT16 elsewhere.
 
         `rule` is transformers' own mask function (causal, sliding window, chunked, ...), evaluated
         on positions, so whatever an architecture restricts is restricted here too.
@@ -47,7 +47,8 @@ class KeyWindow:
         if rule is not None:
             zero = torch.zeros((), dtype=torch.int64)
             allowed = allowed & rule(zero, zero, self.query_positions, self.key_positions)
-        return torch.where(allowed, 0.0, MASKED).to(dtype)
+        masked = MASKED_FLOAT16 if dtype == torch.float16 else MASKED
+        return torch.where(allowed, 0.0, masked).to(dtype)
 
 
 def key_window(

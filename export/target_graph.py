@@ -100,7 +100,9 @@ class _Trace:
         self.seen[layer] = (k.shape[1], k.shape[3], v.shape[3])
         assert attention_mask is not None
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        bias = attention_mask.to(q.dtype)
+        bias = attention_mask
+        if bias.dtype != q.dtype:
+            bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
         return self.call.attend(layer, q, k, v, bias, float(scale)), None
 
     def pick_rows(self, _module: nn.Module, _args: Any, output: Any) -> Any:
