@@ -4,7 +4,7 @@
                             max_new_tokens, ended, answer, answer_ids
 
 `before`: the messages before the prompt, where there are any; `seed` and `max_new_tokens` are null
-for an answer that came with its prompt. The same id again replaces the line before.
+for an answer that came with its prompt. The same id again replaces the line before (`finished`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,20 @@ class Generating(Protocol):
         """Yields a BatchAnswer for each request, in no order."""
 
 
-def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """The journals' lines by id, those of every process and earlier run. Raises DataError."""
-    return {str(row.get("id")): row for row in read_journals(folder, NAME)}
+def finished(folder: Path, tasks: Iterable[Task] = ()) -> dict[str, dict[str, Any]]:
+    """The journals' lines by id, those of every process and earlier run.
+
+    Of several with one id, the last; but one that is what `tasks` would make comes first, as
+    another process's journal may hold what was asked for earlier. Raises DataError.
+    """
+    wanted = {task.entry.id: task for task in tasks}
+    rows: dict[str, dict[str, Any]] = {}
+    for row in read_journals(folder, NAME):
+        key = str(row.get("id"))
+        task = wanted.get(key)
+        if task is None or task.is_done(row) or not task.is_done(rows.get(key)):
+            rows[key] = row
+    return rows
 
 
 def write_given(folder: Path, tasks: Iterable[Task], known: Mapping[str, Any]) -> None:

@@ -65,8 +65,8 @@ def save_checkpoint(
     except (OSError, CheckpointException) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise TrainingError(
-            f"checkpoint {whole} cannot be written: {error}; make room and run the command again, "
-            "it goes on from the newest checkpoint"
+            f"checkpoint {whole} cannot be written: {_reason(error)}; make room and run the "
+            "command again, it goes on from the newest checkpoint"
         ) from error
 
 
@@ -102,7 +102,8 @@ def load_checkpoint(
             load(values, checkpoint_id=path, no_dist=processes.world == 1)
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
         raise TrainingError(
-            f"checkpoint {path} does not fit this run: {error}; delete it or give another output"
+            f"checkpoint {path} does not fit this run: {_reason(error)}; delete it, or give "
+            "another output"
         ) from error
     set_state_dict(
         objective,
@@ -110,6 +111,13 @@ def load_checkpoint(
         model_state_dict=values["weights"],
         optim_state_dict=values["optimizer"],
     )
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in a line; the library's own exception prints a traceback for each rank."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _whole(folder: Path) -> list[Path]:

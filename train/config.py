@@ -58,7 +58,7 @@ class Recipe:
             _require(0 < getattr(self, name) <= 1, name, getattr(self, name), "above 0, up to 1")
         for name in ("learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        for name in ("weight_decay", "noise"):
+        for name in ("weight_decay", "noise", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or above")
         _require(
             self.max_steps is None or self.max_steps >= 1, "max_steps", self.max_steps, "at least 1"
@@ -67,6 +67,11 @@ class Recipe:
             raise TrainingError(
                 "an EAGLE-1 head reads the target's last hidden and feeds its output back as it is:"
                 " leave out --aux-layers and --norm-output, or train --method eagle3"
+            )
+        if not self.fusion and self.aux_layer_ids is not None:
+            raise TrainingError(
+                "without fusion the head reads the top layer only: leave out --no-fusion or "
+                "--aux-layers"
             )
 
     @property
@@ -109,6 +114,10 @@ class TrainRequest:
     checkpoint_every: int = 200
     log_every: int = 10
     force: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "log_every"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:

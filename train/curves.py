@@ -17,15 +17,21 @@ class Curves:
         self._path, self._columns = path, ("step", *columns)
 
     def truncate(self, step: int) -> None:
-        """Drops what was measured after `step`: a resumed run measures it again."""
+        """Drops what was measured after `step`: a resumed run measures it again.
+
+        Raises TrainingError.
+        """
         rows = [row for row in read_curves(self._path) if int(row["step"]) <= step]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
-        with part.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-        part.replace(self._path)
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
+            part.replace(self._path)
+        except OSError as error:
+            raise TrainingError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row; columns that are not measured stay empty. Raises TrainingError."""
@@ -37,15 +43,18 @@ class Curves:
 
 
 def read_curves(path: Path) -> list[dict[str, str]]:
-    """The rows of a curves file; none where there is no file."""
+    """The whole rows of a curves file; none where there is no file."""
     if not path.is_file():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if row["step"]]
+        return [row for row in csv.DictReader(file) if (row.get("step") or "").isdecimal()]
 
 
 def plot_curves(path: Path, picture: Path) -> bool:
-    """Draws loss and agreement by draft step; False where matplotlib is not installed."""
+    """Draws loss and agreement by draft step; False where matplotlib is not installed.
+
+    Raises TrainingError when the picture cannot be written.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -60,8 +69,12 @@ def plot_curves(path: Path, picture: Path) -> bool:
     shown = {name: f"step {name.rsplit('_', 1)[1]}" for name in names}
     _lines(right, rows, "agreement with the target, held out", shown)
     figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(picture, dpi=120)
+    except OSError as error:
+        raise TrainingError(f"{picture} cannot be written: {error.strerror}") from error
+    finally:
+        pyplot.close(figure)
     return True
 
 

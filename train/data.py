@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 
 from eagle3.export.target import load_target
@@ -29,6 +30,7 @@ from eagle3.train.entries import Entry
 from eagle3.train.features import LiveFeatures, write_features
 from eagle3.train.join import joined
 from eagle3.train.journal import write_json
+from eagle3.train.lock import locked, make_folder
 from eagle3.train.processes import Processes, joined_processes
 from eagle3.train.prompts import Selection, read_evaluation
 from eagle3.train.summary import counts_of, read_counts, write_summary
@@ -46,7 +48,10 @@ def make_data(request: DataRequest, report: Report = lambda _: None) -> DataSumm
     ExportError for a target that cannot be loaded, EngineError when it fails while answering. What
     was answered stays in the journal then, and on Ctrl-C.
     """
-    with joined_processes() as processes:
+    with joined_processes() as processes, ExitStack() as held:
+        if processes.is_first:
+            make_folder(request.output)
+            held.enter_context(locked(request.output))
         say = report if processes.is_first else _silent
         return _Run(request, processes, say).make()
 
@@ -151,7 +156,7 @@ class _Run:
 
     def _answer(self, tasks: Tasks) -> None:
         """Every task has a line in a journal then."""
-        known = answers.finished(self._folder)
+        known = answers.finished(self._folder, tasks.tasks)
         self._processes.wait()
         if self._processes.is_first:
             answers.write_given(self._folder, tasks.tasks, known)
@@ -176,7 +181,7 @@ class _Run:
     def _pack(self, tasks: Tasks) -> dict[str, int]:
         """Writes the arrays; returns their counts."""
         request, renderer = self._request, self._texts.renderer
-        known = answers.finished(self._folder)
+        known = answers.finished(self._folder, tasks.tasks)
         talks = [
             turns_of(task.entry, answers.answer_of(task, known), renderer) for task in tasks.tasks
         ]

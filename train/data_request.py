@@ -57,6 +57,11 @@ class DataRequest:
         _require(all(good) and bool(good), "temperatures", self.temperatures, "0 or more, each")
         if not self.prompts and not self.synthesize:
             raise DataError("there is nothing to answer: give --prompts or --synthesize")
+        if not self.features and (self.bf16 or self.aux_layer_ids is not None):
+            raise DataError(
+                "--bf16 and --aux-layers say how features are made: give --features too, or leave "
+                "them out"
+            )
         if self.raw and (self.synthesize or self.long_share):
             raise DataError(
                 "--raw leaves out the chat template, which --synthesize and "
@@ -94,7 +99,7 @@ class DataSummary:
             f", {c['synthesized']:,} of them made by the target",
             f"left out: {sum(c['broken'].values()):,} broken, {c['duplicates']:,} duplicates, "
             f"{c['evaluation']:,} of an evaluation file, {c['too_long']:,} too long, "
-            f"{sum(c['refused'].values()):,} refused",
+            f"{sum(c['refused'].values()):,} refused, {c['over_limit']:,} over --limit",
         ]
 
 

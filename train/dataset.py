@@ -10,7 +10,7 @@ A data folder holds, besides the journal that `eagle3.train.answers` writes:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,15 @@ class TokenDataset:
         lengths: NDArray[np.int64] = np.diff(self.offsets)
         return lengths
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises DataError for a token that a target of `vocab_size` tokens does not have."""
+        highest = int(self.tokens.max())
+        if highest >= vocab_size:
+            raise DataError(
+                f"the data has token id {highest}, but the target has {vocab_size} tokens: give "
+                "the target that the data came from"
+            )
+
     def span(self, index: int) -> slice:
         """Where conversation `index` stands in `tokens` and `written`."""
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
@@ -64,15 +73,25 @@ def save_array(path: Path, array: NDArray[Any]) -> None:
 
     Raises DataError when the disk is full or the folder cannot be written.
     """
-    part = path.with_suffix(".part")
+    _save_arrays({path: array})
+
+
+def _save_arrays(arrays: Mapping[Path, NDArray[Any]]) -> None:
+    """Files that belong together, the last of which is missing when a kill left them half new."""
+    parts = {path: path.with_suffix(".part") for path in arrays}
     try:
-        with part.open("wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        for path, array in arrays.items():
+            with parts[path].open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+        if len(arrays) > 1:
+            path.unlink(missing_ok=True)
+        for path, part in parts.items():
+            part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        for part in parts.values():
+            part.unlink(missing_ok=True)
         raise DataError(
             f"{path} cannot be written: {error.strerror}; what was there is kept"
         ) from error
@@ -91,8 +110,7 @@ def write_dataset(folder: Path, conversations: Iterable[Conversation]) -> TokenD
         "written": np.fromiter((w for c in every for w in c.written), np.bool_),
         "offsets": np.cumsum([0, *map(len, every)], dtype=np.int64),
     }
-    for name, array in values.items():
-        save_array(folder / f"{name}.npy", array)
+    _save_arrays({folder / f"{name}.npy": array for name, array in values.items()})
     return open_dataset(folder)
 
 
@@ -107,7 +125,7 @@ def open_dataset(folder: Path) -> TokenDataset:
             raise DataError(
                 f"{path} is missing: make the data with `eagle3 train data ... -o {folder}`"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         if arrays[name].ndim != 1 or arrays[name].dtype != dtype:
             raise DataError(f"{path} is {arrays[name].dtype}, not a list of {np.dtype(dtype)}")

@@ -66,6 +66,11 @@ class Entry:
         return (*(prompt for prompt, _ in self.history), self.prompt)
 
     @property
+    def said_to_target(self) -> tuple[str, ...]:
+        """What no evaluation text may stand in: the system message and the user's turns."""
+        return self.asked if self.system is None else (self.system, *self.asked)
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation up to the prompt."""
         said: list[Message] = []

@@ -6,21 +6,23 @@ otherwise than it was trained.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from eagle3.export.build import ExportRequest, export_bundle
 from eagle3.export.head_config import TargetFacts, read_head
+from eagle3.export.head_files import head_folder
 from eagle3.export.head_graph import build_head
 from eagle3.export.target import load_target
-from eagle3.plans.plan import Plan
 from eagle3.runtime.engine import Engine, load
-from eagle3.runtime.errors import DataError
+from eagle3.runtime.errors import DataError, PromptTooLong
 from eagle3.runtime.prompts import load_prompts
 from eagle3.train.batches import split
 from eagle3.train.config import Recipe
@@ -30,6 +32,7 @@ from eagle3.train.measure import Evaluation, Task
 from eagle3.train.objective import Eagle3Objective
 from eagle3.train.request import EvalRequest
 from eagle3.train.source import BatchSource
+from eagle3.train.target_files import plan_for
 from eagle3.train.window import Window
 
 Report = Callable[[str], None]
@@ -43,7 +46,7 @@ def evaluate(request: EvalRequest, report: Report = lambda _: None) -> Evaluatio
     if not request.prompts:
         raise DataError("no prompt file to decode: give --prompts")
     files = {path: load_prompts(path)[: request.num_prompts] for path in request.prompts}
-    agreement = held_out_agreement(request) if request.data is not None else ()
+    agreement = held_out_agreement(request, report) if request.data is not None else ()
     with _bundle(request, report) as folder:
         engine = load(folder, threads=request.threads)
         tasks = []
@@ -56,13 +59,17 @@ def evaluate(request: EvalRequest, report: Report = lambda _: None) -> Evaluatio
 def _task(engine: Engine, name: str, prompts: Sequence[str], request: EvalRequest) -> Task:
     task, limit, tree = Task(name), request.max_new_tokens, request.tree
     for prompt in prompts:
-        drafted = engine.generate(
-            prompt,
-            max_new_tokens=limit,
-            draft_top_k=tree.draft_top_k,
-            draft_depth=tree.draft_depth,
-            num_draft_tokens=tree.num_draft_tokens,
-        )
+        try:
+            drafted = engine.generate(
+                prompt,
+                max_new_tokens=limit,
+                draft_top_k=tree.draft_top_k,
+                draft_depth=tree.draft_depth,
+                num_draft_tokens=tree.num_draft_tokens,
+            )
+        except PromptTooLong:
+            task.too_long += 1
+            continue
         task.add(drafted.stats)
         if request.compare:
             plain = engine.generate(prompt, max_new_tokens=limit, drafter="none")
@@ -73,36 +80,59 @@ def _task(engine: Engine, name: str, prompts: Sequence[str], request: EvalReques
 
 @contextmanager
 def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
-    """The head's bundle: the one that is there, or a new one, kept where the request says."""
-    if request.bundle is not None and (request.bundle / "manifest.json").is_file():
-        yield request.bundle
+    """The head's bundle: made anew, or where the request says the one that is there, if it is of
+    this very head, target and plan.
+    """
+    plan = plan_for(request.max_seq_len, draft_weights=request.draft_weights)
+    if request.bundle is None:
+        with tempfile.TemporaryDirectory(prefix="eagle3-eval-") as scratch:
+            output = Path(scratch) / "bundle"
+            export_bundle(ExportRequest(request.target, str(request.draft), output, plan), report)
+            yield output
         return
-    with tempfile.TemporaryDirectory(prefix="eagle3-eval-") as scratch:
-        output = request.bundle or Path(scratch) / "bundle"
-        plan = Plan(
-            max_seq_len=request.max_seq_len,
-            tree=request.tree,
-            draft_weights=request.draft_weights,
+    output, identity = request.bundle, _identity(request)
+    note = output.with_name(output.name + ".eval")  # beside it: a bundle's files are listed
+    ours = note.is_file()
+    if not ours and output.exists():
+        raise DataError(
+            f"{output} was not made by this command: give another folder, or leave --bundle out"
         )
-        export_bundle(ExportRequest(request.target, str(request.draft), output, plan), report)
-        yield output
+    if not ours or note.read_text(encoding="utf-8") != identity or not output.is_dir():
+        note.unlink(missing_ok=True)
+        order = ExportRequest(request.target, str(request.draft), output, plan, force=ours)
+        export_bundle(order, report)
+        note.write_text(identity, encoding="utf-8")
+    yield output
 
 
-def held_out_agreement(request: EvalRequest) -> tuple[float, ...]:
+def _identity(request: EvalRequest) -> str:
+    """What tells one bundle of `train eval` from another: the head's bytes and how it is built."""
+    digest = hashlib.sha256()
+    for path in sorted(head_folder(request.draft).iterdir()):
+        if path.suffix in (".json", ".safetensors", ".bin"):
+            digest.update(path.name.encode() + path.read_bytes())
+    built = (request.target, request.draft_weights, request.max_seq_len, version("eagle3"))
+    return f"{digest.hexdigest()} {built}\n"
+
+
+def held_out_agreement(request: EvalRequest, report: Report = lambda _: None) -> tuple[float, ...]:
     """Teacher-forced agreement by draft step on a data folder's held-out conversations.
 
-    Which ones were held out stands in the head's training.json; all of them for other heads.
-    Raises DataError for EAGLE-1 heads' folders without a recipe, and for data without features.
+    Which ones were held out stands in the head's training.json; all of them, and a report that says
+    so, for heads of other data. None, and a report, for EAGLE-1 heads. Raises DataError for data
+    that does not fit the target.
     """
     assert request.data is not None
     data = open_dataset(request.data)
-    recipe, indices = _held_out(request.draft, len(data), fingerprint(data))
+    recipe, indices = _held_out(request.draft, len(data), fingerprint(data), report)
     target = load_target(request.target, "float32")
     last = int(target.config.num_hidden_layers)
     facts = TargetFacts(int(target.config.hidden_size), target.vocab_size, last)
     head = read_head(request.draft, facts)
     if head.config.method != "eagle3":
+        report("teacher-forced agreement is of EAGLE-3 heads: --data is not used")
         return ()
+    data.check_vocabulary(target.vocab_size)
     features = open_features(request.data, data) or LiveFeatures(
         target.model, sorted({*head.config.aux_layer_ids, last}), False
     )
@@ -126,10 +156,15 @@ def held_out_agreement(request: EvalRequest) -> tuple[float, ...]:
     return window.agreement
 
 
-def _held_out(draft: Path, count: int, data: str) -> tuple[Recipe, list[int]]:
+def _held_out(draft: Path, count: int, data: str, report: Report) -> tuple[Recipe, list[int]]:
     """The recipe that a head was trained by, and the conversations that it did not see."""
     path = draft / "training.json"
+    unknown = (
+        f"{draft} was not trained on this data as it is: teacher-forced agreement is over all of "
+        "its conversations, which the head may have seen"
+    )
     if not path.is_file():
+        report(unknown)
         return Recipe(ttt_steps=5), list(range(count))
     try:
         run = json.loads(path.read_text(encoding="utf-8"))
@@ -140,5 +175,6 @@ def _held_out(draft: Path, count: int, data: str) -> tuple[Recipe, list[int]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if run.get("data") != data:
+        report(unknown)
         return recipe, list(range(count))
     return recipe, split(count, recipe.holdout, recipe.data_share, recipe.seed).held_out.tolist()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from eagle3.runtime.errors import DataError
 from eagle3.train.dataset import TokenDataset, save_array
+from eagle3.train.journal import write_json
 from eagle3.train.progress import Progress
 
 SHARD_TOKENS = 65_536
@@ -71,10 +72,14 @@ class StoredFeatures:
 
     @cached_property
     def _shards(self) -> list[NDArray[np.uint16]]:
-        return [
-            np.load(_shard_path(self.folder, i), mmap_mode="c")  # torch wants writable memory
-            for i in range(len(self.firsts) - 1)
-        ]
+        return [_opened(_shard_path(self.folder, i)) for i in range(len(self.firsts) - 1)]
+
+    def fits(self, data: TokenDataset) -> bool:
+        """Whether the shards have a row for each token. Raises DataError for a damaged one."""
+        rows = np.diff(data.offsets[list(self.firsts)])
+        width = len(self.layers) * self.hidden_size
+        wanted = [(int(count), width) for count in rows]
+        return [shard.shape for shard in self._shards] == wanted
 
     def rows(self, data: TokenDataset, index: int) -> Tensor:
         """bfloat16 [T_i, F] of conversation `index`."""
@@ -106,8 +111,8 @@ def open_features(folder: Path, data: TokenDataset) -> StoredFeatures | None:
     missing = [
         i for i in range(len(stored.firsts) - 1) if not _shard_path(stored.folder, i).is_file()
     ]
-    if missing or not fits:
-        fault = f"{len(missing)} shards are missing" if fits else "they belong to other tokens"
+    if missing or not (fits and stored.fits(data)):
+        fault = f"{len(missing)} shards are missing" if missing else "they belong to other tokens"
         raise DataError(f"{stored.folder}: {fault}; run `eagle3 train data --features` again")
     return stored
 
@@ -135,7 +140,10 @@ def write_features(
     Raises DataError when the disk is full; finished shards stay.
     """
     out = folder / "features"
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{out} cannot be made: {error.strerror}") from error
     firsts = _shard_starts(data)
     index = {
         "layers": list(live.layers),
@@ -156,17 +164,21 @@ def _claim(out: Path, index: dict[str, Any], rank: int) -> None:
     """Writes the index, and drops the shards of any other data set or layers."""
     path = out / "index.json"
     if rank != 0:
-        while not (path.is_file() and json.loads(path.read_text()) == index):
+        while _read_index(path) != index:
             time.sleep(0.1)
-        return
-    if path.is_file() and json.loads(path.read_text(encoding="utf-8")) == index:
-        return
-    path.unlink(missing_ok=True)
-    for stale in out.glob("*.npy"):
-        stale.unlink()
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(index), encoding="utf-8")
-    part.replace(path)
+    elif _read_index(path) != index:
+        path.unlink(missing_ok=True)
+        for stale in out.glob("*.npy"):
+            stale.unlink()
+        write_json(path, index)
+
+
+def _read_index(path: Path) -> Any:
+    """What index.json holds; None where it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _shard(
@@ -212,6 +224,18 @@ def _shard_starts(data: TokenDataset) -> list[int]:
         if data.offsets[i + 1] - data.offsets[starts[-1]] > SHARD_TOKENS:
             starts.append(i)
     return [*starts, len(data)]
+
+
+def _opened(path: Path) -> NDArray[np.uint16]:
+    """A shard, memory-mapped. Raises DataError."""
+    try:
+        shard: NDArray[np.uint16] = np.load(path, mmap_mode="c")  # torch wants writable memory
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}): delete it and run `eagle3 train data --features` "
+            "again"
+        ) from error
+    return shard
 
 
 def _shard_path(out: Path, index: int) -> Path:

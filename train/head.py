@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +26,13 @@ from eagle3.train.curves import plot_curves
 from eagle3.train.dataset import TokenDataset, open_dataset
 from eagle3.train.features import LiveFeatures, fingerprint, open_features
 from eagle3.train.heads import new_head, new_head_config, save_head
+from eagle3.train.journal import write_json
+from eagle3.train.lock import locked, make_folder
 from eagle3.train.loop import Loop
 from eagle3.train.objective import Eagle1Objective, Eagle3Objective
 from eagle3.train.processes import Processes, joined_processes
 from eagle3.train.source import BatchSource
-from eagle3.train.start import start_from_target
+from eagle3.train.start import start_from_target, target_fingerprint
 from eagle3.train.vocabulary import coverage, draft_vocabulary
 
 Report = Callable[[str], None]
@@ -50,13 +53,16 @@ def train_head(request: TrainRequest, report: Report = lambda _: None) -> Path:
     Raises DataError for data that cannot be used and TrainingError for a run that cannot start,
     resume or go on; checkpoints stay.
     """
-    with joined_processes() as processes:
+    with joined_processes() as processes, ExitStack() as held:
         say = report if processes.is_first else _silent
         if processes.is_first:
+            make_folder(request.output)
+            held.enter_context(locked(request.output))
             _prepare(request)
         processes.wait()
         data = open_dataset(request.data)
         target = load_target(_target_of(request), "float32")
+        data.check_vocabulary(target.vocab_size)
         trainee = _trainee(request.recipe, data, target, say)
         loop = _loop(request, processes, data, target, trainee, say)
         del target
@@ -75,16 +81,24 @@ def _silent(_: str) -> None:
 
 
 def _prepare(request: TrainRequest) -> None:
-    """An empty output, or one that this command made."""
+    """Makes the output, or sees that it may be written to; with `force`, as if it were new."""
     out = request.output
-    if request.force and (out / "checkpoints").is_dir():
-        shutil.rmtree(out / "checkpoints")
-    elif (out / "training.json").is_file() and not request.force:
+    finished = out / "training.json"
+    if finished.is_file() and not request.force:
         raise TrainingError(f"{out} holds a finished head: give --force to train it anew")
+    begun = any((out / name).exists() for name in ("training.json", "curves.csv", "checkpoints"))
+    if (out / "config.json").exists() and not (begun or request.force):
+        raise TrainingError(
+            f"{out} holds a model that this command did not make: give another output, or --force "
+            "to write over it"
+        )
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        if request.force:
+            finished.unlink(missing_ok=True)  # a run that is killed from here on can go on
+            if (out / "checkpoints").exists():
+                shutil.rmtree(out / "checkpoints")
     except OSError as error:
-        raise TrainingError(f"{out} cannot be made: {error.strerror}") from error
+        raise TrainingError(f"{out} cannot be written to: {error.strerror}") from error
 
 
 def _target_of(request: TrainRequest) -> str:
@@ -134,9 +148,7 @@ def _loop(
         objective: Any = Eagle3Objective(trainee.head, embedding, rows, dtype)
     else:
         objective = Eagle1Objective(trainee.head, embedding, dtype)
-    cut = int(np.sum(data.lengths > recipe.max_len))
-    if cut:
-        report(f"{cut} conversations are longer than {recipe.max_len} tokens and are cut there")
+    _say_unused(source, parts.train, report)
     return Loop(
         recipe=recipe,
         objective=processes.shard(objective.to(device)),
@@ -144,11 +156,30 @@ def _loop(
         split=parts,
         processes=processes,
         output=request.output,
-        run={"recipe": recipe.to_json(), "data": fingerprint(data)},
+        run={
+            "recipe": recipe.to_json(),
+            "data": fingerprint(data),
+            "target": target_fingerprint(target.model),
+        },
         checkpoint_every=request.checkpoint_every,
         log_every=request.log_every,
         report=report,
     )
+
+
+def _say_unused(source: BatchSource, indices: NDArray[np.int64], report: Report) -> None:
+    """Counts what is not trained on. Raises TrainingError where nothing is."""
+    cut = int(np.sum(source.data.lengths > source.max_len))
+    if cut:
+        report(f"{cut} conversations are longer than {source.max_len} tokens and are cut there")
+    unused = sum(not source.num_counted(int(i)) for i in indices)
+    if unused == len(indices):
+        raise TrainingError(
+            f"none of {unused} conversations has a token to learn: one that the target wrote, "
+            f"behind two others and before --max-len {source.max_len}"
+        )
+    if unused:
+        report(f"{unused} conversations have no token to learn")
 
 
 def _finish(
@@ -159,7 +190,7 @@ def _finish(
     save_head(out, trainee.config, own, trainee.target_ids)
     versions = {name: version(name) for name in ("torch", "transformers")}
     summary = {**loop.run, "steps": loop.total_steps, "versions": versions}
-    (out / "training.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "training.json", summary)
     if not plot_curves(out / "curves.csv", out / "curves.png"):
         report("no picture of the curves: pip install 'eagle3[train]' brings matplotlib")
     report(f"head written to {out}")

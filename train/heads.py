@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -84,12 +86,13 @@ def save_head(
         tensors |= vocabulary_tensors(target_ids, config.vocab_size)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / "model.safetensors.part"
-        save_file(tensors, part)
-        part.replace(folder / "model.safetensors")
         text = json.dumps(config_json(config), indent=2) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
-    except OSError as error:
+        part = folder / "model.safetensors.part"
+        save_file(tensors, part)
+        shutil.copymode(folder / "config.json", part)  # the library makes it private
+        part.replace(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
         raise TrainingError(f"the head cannot be written to {folder}: {error}") from error
 
 

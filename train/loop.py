@@ -88,9 +88,10 @@ class Loop:
         wanted = {**self.run, "step": run["step"]}
         for name in sorted({*run, *wanted}):
             if run.get(name) != wanted.get(name):
+                before, now = _differing(run.get(name), wanted.get(name))
                 raise TrainingError(
-                    f"{self.output} holds a run with {name} {run.get(name)!r}, not "
-                    f"{wanted.get(name)!r}: give another output, or --force to start anew"
+                    f"{self.output} holds a run with {name} {before!r}, not {now!r}: give another "
+                    "output, or --force to start anew"
                 )
 
     def train(self) -> None:
@@ -230,3 +231,11 @@ class Loop:
             values = window.values("held_agree")
             self._curves.add(self.step, {"epoch": epoch, "held_loss": f"{loss:.5f}", **values})
             self.report(f"epoch {epoch + 1}: held-out loss {loss:.4f}{window.note()}")
+
+
+def _differing(before: Any, now: Any) -> tuple[Any, Any]:
+    """Of two recipes, the fields that differ; anything else as it is."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return before, now
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return {name: before.get(name) for name in names}, {name: now.get(name) for name in names}

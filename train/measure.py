@@ -19,7 +19,7 @@ class Task:
     decode_ms: float = 0.0
     plain_ms: float | None = None
     differing: int = 0
-    _proposed: list[int] = field(default_factory=list)
+    too_long: int = 0
     _accepted: list[float] = field(default_factory=list)
 
     def add(self, stats: Stats) -> None:
@@ -29,10 +29,8 @@ class Task:
         self.committed += stats.rounds * stats.acceptance_length
         self.decode_ms += stats.decode_ms
         for i, count in enumerate(stats.proposed_by_position):
-            if i == len(self._proposed):
-                self._proposed.append(0)
+            if i == len(self._accepted):
                 self._accepted.append(0.0)
-            self._proposed[i] += count
             self._accepted[i] += count * stats.accepted_by_position[i]
 
     @property
@@ -41,13 +39,18 @@ class Task:
         return self.committed / self.rounds if self.rounds else 0.0
 
     @property
+    def speedup(self) -> float | None:
+        """Time of plain decoding over time with the draft; None where nothing was decoded."""
+        return self.plain_ms / self.decode_ms if self.plain_ms and self.decode_ms else None
+
+    @property
     def acceptance(self) -> tuple[float, ...]:
-        """n-alpha: of the rounds that accepted n draft tokens and proposed one more, the share that
-        accepted it too.
+        """n-alpha: of the rounds that accepted n draft tokens, the share that accepted one more,
+        whether or not their tree had one; for a chain, the acceptance rate of its position n.
         """
-        shares = [a / p if p else 0.0 for a, p in zip(self._accepted, self._proposed, strict=True)]
-        before = [1.0, *shares]
-        return tuple(now / was if was else 0.0 for now, was in zip(shares, before, strict=False))
+        before = [self.rounds, *self._accepted]
+        pairs = zip(self._accepted, before, strict=False)
+        return tuple(now / was if was else 0.0 for now, was in pairs)
 
     def to_json(self) -> dict[str, Any]:
         """The measured numbers."""
@@ -58,8 +61,10 @@ class Task:
             "tau": round(self.tau, 4),
             "acceptance_by_position": [round(a, 4) for a in self.acceptance],
         }
+        if self.too_long:
+            numbers["too_long"] = self.too_long
         if self.plain_ms is not None:
-            numbers["speedup"] = round(self.plain_ms / self.decode_ms, 4)
+            numbers["speedup"] = self.speedup and round(self.speedup, 4)
             numbers["token_equal"] = self.prompts - self.differing
         return numbers
 
@@ -93,10 +98,13 @@ class Evaluation:
             speed = ""
             if task.plain_ms is not None:
                 equal = task.prompts - task.differing
-                speed = f"  {task.plain_ms / task.decode_ms:.2f}x, {equal} token-equal"
+                ratio = "-" if task.speedup is None else f"{task.speedup:.2f}x"
+                speed = f"  {ratio}, {equal} token-equal"
+            if task.too_long:
+                speed += f"  ({task.too_long} too long, left out)"
             rows.append(f"{task.name:{wide}}  {task.prompts:7}  {task.tau:.3f}  {shares}{speed}")
         rows.append(f"{'mean':{wide}}  {'':7}  {self.mean_tau:.3f}")
         if self.agreement:
             shares = " ".join(f"{a:.2f}" for a in self.agreement)
-            rows.append(f"teacher-forced agreement by step, held out: {shares}")
+            rows.append(f"teacher-forced agreement by step, over the draft vocabulary: {shares}")
         return rows

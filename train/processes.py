@@ -65,6 +65,8 @@ def joined_processes() -> Iterator[Processes]:
     if world == 1:
         yield Processes(device=device)
         return
+    if has_gpu:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if has_gpu else "gloo", timeout=_LONGEST_WAIT)
     try:
         yield Processes(dist.get_rank(), world, device)

@@ -28,6 +28,7 @@ class PromptCounts:
     read: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
+    over_limit: int = 0
     evaluation: int = 0
     examples: list[str] = field(default_factory=list)  # of broken lines
 
@@ -98,7 +99,7 @@ class Selection:
             self.counts.duplicates += 1
             if self.entries[place].answer is None and entry.answer is not None:
                 self.entries[place] = entry
-        elif any(self._evaluation.has(prompt) for prompt in entry.asked):
+        elif any(self._evaluation.has(text) for text in entry.said_to_target):
             self.counts.evaluation += 1
         else:
             self._places[key] = len(self.entries)
@@ -107,6 +108,7 @@ class Selection:
     def cut(self, limit: int | None) -> None:
         """Forgets all conversations but the first `limit`."""
         if limit is not None:
+            self.counts.over_limit = max(len(self.entries) - limit, 0)
             del self.entries[limit:]
             self._places = {key: at for key, at in self._places.items() if at < limit}
 

@@ -67,7 +67,10 @@ class Renderer:
     def answer_ids(
         self, prompt: str | Sequence[Message], answer: str, ended: bool = True
     ) -> tuple[int, ...]:
-        """Ids of an answer that is known as text only; ended: with the end token."""
+        """Ids of an answer that is known as text only; ended: with the end token.
+
+        Raises DataError for a token that the target does not have.
+        """
         before = self.prompt_ids(prompt)
         if self._template is None:
             text, special = str(prompt) if isinstance(prompt, str) else prompt[0]["content"], True
@@ -79,7 +82,7 @@ class Renderer:
             before = ()
             whole = self._tokenizer.encode(answer, add_special_tokens=False).ids
         end = () if self._end_id is None or not ended else (self._end_id,)
-        return (*whole[len(before) :], *end)
+        return (*self._known(whole[len(before) :]), *end)
 
     def spells(self, answer: str, answer_ids: Sequence[int]) -> bool:
         """Whether the ids are of this target, and say the answer, white space around it apart."""
@@ -124,7 +127,7 @@ class Renderer:
                 "the chat template rewrites earlier answers, so conversations cannot be joined; "
                 "leave out --long-share"
             )
-        ids = self._encoded(after[len(start) :])
+        ids = self._known(self._encoded(after[len(start) :]))
         ended = bool(turn.answer_ids) and turn.answer_ids[-1] in self._eos_ids
         return ids[1:] if ended and ids and ids[0] == turn.answer_ids[-1] else ids
 
@@ -139,6 +142,15 @@ class Renderer:
                 return ids[0]
         token = None if self._eos_token is None else self._tokenizer.token_to_id(self._eos_token)
         return token if token is not None else min(self._eos_ids, default=None)
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """`ids`; tokenizers may have tokens that the target has no embedding of."""
+        highest = max(ids, default=0)
+        if highest >= self._vocab_size:
+            raise DataError(
+                f"token id {highest} has no embedding: the target has {self._vocab_size} tokens"
+            )
+        return ids
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

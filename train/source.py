@@ -31,6 +31,12 @@ class BatchSource:
     device: torch.device
 
     def __post_init__(self) -> None:
+        kept = self.features
+        if isinstance(kept, StoredFeatures) and kept.hidden_size != self.hidden_size:
+            raise DataError(
+                f"the data has features of width {kept.hidden_size}, the target has "
+                f"{self.hidden_size}: give the target that they came from"
+            )
         missing = sorted({*self.fused, self.last} - set(self.features.layers))
         if missing:
             raise DataError(
@@ -42,6 +48,10 @@ class BatchSource:
     def length(self, index: int) -> int:
         """Tokens of conversation `index` that are used."""
         return min(int(self.data.lengths[index]), self.max_len)
+
+    def num_counted(self, index: int) -> int:
+        """Tokens of conversation `index` that a loss can count: written, behind the second one."""
+        return int(self.data.written[self.data.span(index)][2 : self.length(index)].sum())
 
     def batches(self, indices: Sequence[int], batch_tokens: int) -> list[list[int]]:
         """Some conversations as batches, in an order of no meaning: for evaluation."""

@@ -5,6 +5,7 @@ A head that starts there learns far faster than a random one (method section 6).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from eagle3.export.head_graph import Eagle1Head, EagleHead
 
 Report = Callable[[str], None]
 _RANDOM_STD = 0.02
+_SAMPLED = 1024  # numbers of each weight that tell a target from another
 
 
 @torch.no_grad()
@@ -41,8 +43,19 @@ def start_from_target(
         )
     _select_last(head.fc)
     different = _copy_layer(head, model)
+    if isinstance(head, Eagle1Head):
+        _start_from_identity(head, model)
     if different:
         report(f"started at random, the target has no such weights: {', '.join(different)}")
+
+
+def target_fingerprint(model: Any) -> str:
+    """What tells one target's weights from another's: the first numbers of each."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(weight.detach().flatten()[:_SAMPLED].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _random(name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -62,23 +75,61 @@ def _select_last(fc: nn.Linear) -> None:
 
 def _copy_layer(head: EagleHead | Eagle1Head, model: Any) -> list[str]:
     """The last decoder layer's weights, by the names that Llama's have; returns those it lacks."""
-    decoder = model.base_model
-    source = dict(decoder.layers[-1].named_parameters())
-    wanted = {name: name for name in ("post_attention_layernorm.weight", *_projections())}
-    if isinstance(head, EagleHead):
-        layer: nn.Module = head.midlayer
-        wanted["hidden_norm.weight"] = "input_layernorm.weight"
-        source_norm = getattr(decoder, "norm", None)
-        if source_norm is not None and source_norm.weight.shape == head.norm.weight.shape:
-            head.norm.weight.copy_(source_norm.weight)
-    else:
-        layer = head.layers[0]
-    into = dict(layer.named_parameters())
+    last = model.base_model.layers[-1]
+    layer: Any = head.midlayer if isinstance(head, EagleHead) else head.layers[0]
+    stored, into = dict(last.named_parameters()), dict(layer.named_parameters())
     return [
-        name
-        for name, stored in wanted.items()
-        if not (stored in source and _copy_columns(into[name], source[stored]))
+        *_copy_norms(head, layer, model),
+        *(
+            name
+            for name in _projections()
+            if not (name in stored and _copy_columns(into[name], stored[name]))
+        ),
     ]
+
+
+def _start_from_identity(head: Eagle1Head, model: Any) -> None:
+    """The layer passes its feature on, and learns what to add.
+
+    Features are normed, the target's layer adds to a residual stream that is not: as it stands, its
+    sums are far off. Attention reads the feature as that layer's own norm would have given it.
+    """
+    layer, last = head.layers[0], model.base_model.layers[-1]
+    attention: Any = layer.self_attn
+    attention.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()  # type: ignore[operator, union-attr]
+    own, final = getattr(last, "input_layernorm", None), getattr(model.base_model, "norm", None)
+    if _has_scale(own) and _has_scale(final):
+        ratio = _scale(own) / _scale(final)
+        if bool(torch.isfinite(ratio).all()):
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.weight.mul_(ratio)
+
+
+def _copy_norms(head: EagleHead | Eagle1Head, layer: Any, model: Any) -> list[str]:
+    last = model.base_model.layers[-1]
+    gemma = hasattr(last, "pre_feedforward_layernorm")  # its other one ends the attention
+    before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    norms = {"post_attention_layernorm": (layer, getattr(last, before_mlp, None))}
+    if isinstance(head, EagleHead):
+        norms["hidden_norm"] = (layer, getattr(last, "input_layernorm", None))
+        norms["norm"] = (head, getattr(model.base_model, "norm", None))
+    return [
+        f"{name}.weight"
+        for name, (owner, source) in norms.items()
+        if not (_has_scale(source) and _copy_columns(getattr(owner, name).weight, _scale(source)))
+    ]
+
+
+def _has_scale(norm: nn.Module | None) -> bool:
+    return getattr(norm, "weight", None) is not None
+
+
+def _scale(norm: Any) -> Tensor:
+    """What a norm multiplies by, [d]: its weight, and one more in Gemma."""
+    weight: Tensor = norm.weight
+    of_ones = norm(torch.ones_like(weight))
+    return min((weight, 1 + weight), key=lambda scale: float((of_ones - scale).abs().max()))
 
 
 def _projections() -> list[str]:

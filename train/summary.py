@@ -42,6 +42,7 @@ def counts_of(selection: Selection, tasks: Tasks) -> dict[str, Any]:
         "broken": dict(counts.broken),
         "duplicates": counts.duplicates,
         "evaluation": counts.evaluation,
+        "over_limit": counts.over_limit,
         "too_long": tasks.too_long,
         "refused": dict(tasks.refused),
         "answered": len(tasks.tasks) - given,

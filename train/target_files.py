@@ -93,22 +93,27 @@ def has_bundle(folder: Path, max_len: int) -> bool:
         raise DataError(f"{folder} cannot be used ({error}): delete it and run again") from error
 
 
+def plan_for(max_len: int, **fields: Any) -> Plan:
+    """A plan whose buffers fit a context of `max_len` tokens. Raises PlanError."""
+    default = Plan()
+    return Plan(
+        max_seq_len=max_len,
+        prefill_chunk=min(default.prefill_chunk, max_len),
+        max_draft_tokens=min(default.max_draft_tokens, max_len - 1),
+        **fields,
+    )
+
+
 def export_target(source: str, folder: Path, max_len: int, report: Report) -> None:
     """Exports the target without a draft into `folder`, once. Raises ExportError."""
     if has_bundle(folder, max_len):
         return
-    small = Plan()
-    plan = Plan(
-        max_seq_len=max_len,
-        prefill_chunk=min(small.prefill_chunk, max_len),
-        max_draft_tokens=min(small.max_draft_tokens, max_len - 1),
-    )
     export_bundle(
         ExportRequest(
             target=source,
             draft=None,
             output=folder,
-            plan=plan,
+            plan=plan_for(max_len),
             force=True,
             command="eagle3 train data",
         ),

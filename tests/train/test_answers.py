@@ -13,7 +13,7 @@ import pytest
 from eagle3.runtime.batch import BatchAnswer, BatchEngine, BatchRequest
 from eagle3.runtime.errors import DataError
 from eagle3.train import journal as journal_module
-from eagle3.train.answers import answer_of, finished, write_answers, write_given
+from eagle3.train.answers import NAME, answer_of, finished, write_answers, write_given
 from eagle3.train.data_request import DataRequest
 from eagle3.train.entries import Answer, Entry
 from eagle3.train.journal import Journal, read_journals, write_json
@@ -199,6 +199,18 @@ def test_given_answers_go_to_the_journal_once(texts: TargetTexts, tmp_path: Path
     changed = tasks(texts, Entry("t5", Answer("t41"), source="s"))
     write_given(tmp_path, changed, finished(tmp_path))
     assert answer_of(changed[0], finished(tmp_path)).ids == (41, 1)
+
+
+def test_the_line_that_fits_wins_over_another_process_s(texts: TargetTexts, tmp_path: Path) -> None:
+    earlier = tasks(texts, Entry("t5"), seed=1)
+    now = tasks(texts, Entry("t5"), seed=2)
+    key = now[0].entry.id
+    for rank, (task, answer) in enumerate(((earlier[0], 40), (now[0], 41))):
+        with Journal(tmp_path, NAME, rank) as journal:
+            journal.append(task.row(Answer("t40", (answer,))))
+    assert answer_of(now[0], finished(tmp_path, now)).ids == (41,)
+    assert answer_of(earlier[0], finished(tmp_path, earlier)).ids == (40,)
+    assert finished(tmp_path).keys() == {key}
 
 
 def test_a_line_without_an_answer_is_named(texts: TargetTexts) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,13 +22,13 @@ from eagle3.cli import main
 from eagle3.export.target import load_target
 from eagle3.runtime.batch import BatchAnswer, BatchEngine, BatchRequest
 from eagle3.runtime.errors import DataError
+from eagle3.runtime.options import _spread
 from eagle3.train import answers
 from eagle3.train import data as data_module
 from eagle3.train import journal as journal_module
-from eagle3.train.commands import _spread
 from eagle3.train.data import make_data
 from eagle3.train.data_request import DataRequest, DataSummary
-from eagle3.train.dataset import TokenDataset, open_dataset
+from eagle3.train.dataset import Conversation, TokenDataset, open_dataset, write_dataset
 from eagle3.train.features import LiveFeatures, open_features
 
 # Not t10 to t19: the tokenizer finds its end token, t1, in them.
@@ -296,6 +297,42 @@ def torch_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)  # bfloat16, batched otherwise
 
 
+def test_a_damaged_index_is_made_again(asked: Asked) -> None:
+    request = asked(features=True)
+    kept = made(request)
+    index = request.output / "features" / "index.json"
+    index.write_text("{")
+    same(made(request), kept)
+    assert open_features(request.output, kept) is not None
+    shutil.rmtree(index.parent)
+    index.parent.write_text("a file where the folder was")
+    with pytest.raises(DataError, match="features cannot be made"):
+        make_data(request)
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_arrays_that_do_not_belong_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: int
+) -> None:
+    """Killed between them; the other order has as many tokens."""
+    first = [Conversation((3, 4, 5), (False, True, True)), Conversation((6, 7), (False, True))]
+    write_dataset(tmp_path, first)
+    replace_, done = Path.replace, []
+
+    def killed(path: Path, target: Path) -> Path:
+        if len(done) == finished:
+            raise KeyboardInterrupt
+        done.append(path)
+        return replace_(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        write_dataset(tmp_path, first[::-1])
+    with pytest.raises(DataError, match="offsets.npy is missing"):
+        open_dataset(tmp_path)
+    assert write_dataset(tmp_path, first[::-1]).lengths.tolist() == [2, 3]
+
+
 def test_layers_that_are_not_there(asked: Asked) -> None:
     with pytest.raises(DataError, match="layer 9 is none of the target's: .* from 0 to 8"):
         make_data(asked(features=True, aux_layer_ids=(1, 2, 9)))
@@ -363,6 +400,8 @@ def torchrun(request: DataRequest, *words: str) -> None:
         ({"synthesize": -1}, "synthesize is -1"),
         ({"prompts": ()}, "give --prompts or --synthesize"),
         ({"raw": True, "synthesize": 1}, "--raw leaves out the chat template"),
+        ({"bf16": True}, "give --features too"),
+        ({"aux_layer_ids": (1, 2, 3)}, "give --features too"),
     ],
 )
 def test_what_is_out_of_range_is_said(options: dict[str, Any], message: str) -> None:
@@ -380,7 +419,7 @@ def test_the_command_passes_everything_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     counts = {
         **{name: {} for name in ("broken", "refused")},
         **dict.fromkeys(["conversations", "tokens", "written_tokens", "answered", "given"], 1),
-        **dict.fromkeys(["synthesized", "duplicates", "evaluation", "too_long"], 0),
+        **dict.fromkeys(["synthesized", "duplicates", "evaluation", "too_long", "over_limit"], 0),
     }
 
     def fake(request: DataRequest, report: Any) -> DataSummary:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+from training_data import data_folder
 
 import eagle3
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.errors import DataError
 from eagle3.runtime.stats import Stats
 from eagle3.train.config import Recipe, TrainRequest
-from eagle3.train.evaluate import evaluate
+from eagle3.train.evaluate import evaluate, held_out_agreement
 from eagle3.train.head import train_head
 from eagle3.train.measure import Evaluation, Task
 from eagle3.train.request import EvalRequest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from making import data_folder  # noqa: E402
 
 TREE = TreePlan(2, 3, 5)
 
@@ -64,7 +62,7 @@ def test_tau_is_what_decoding_gives(request_: EvalRequest) -> None:
     assert json.loads(json.dumps(result.to_json()))["tasks"][1]["task"] == "two"
 
 
-def test_the_target_as_its_own_draft_would_accept_all(request_: EvalRequest) -> None:
+def test_requests_add_up() -> None:
     task = Task("all")
     task.add(
         Stats(
@@ -85,8 +83,32 @@ def test_the_target_as_its_own_draft_would_accept_all(request_: EvalRequest) -> 
         )
     )
     assert task.tau == pytest.approx(13 / 5)
-    assert task.acceptance == pytest.approx((0.8, 0.625))  # 4 of 5; 2 of 4 over 4 of 5
+    assert task.acceptance == pytest.approx((4 / 5, 2 / 4))
     assert Evaluation((task,)).to_json()["mean_tau"] == pytest.approx(2.6)
+
+
+def test_a_kept_bundle_is_of_this_head(request_: EvalRequest, llama: Any, tmp_path: Path) -> None:
+    head = tiny.save_head(tmp_path / "head", llama, draft_vocab_size=40, seed=8)
+    few = replace(request_, draft=head, bundle=tmp_path / "kept", prompts=request_.prompts[1:])
+    evaluate(few)
+    before = (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns
+    evaluate(few)
+    assert (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns == before
+    tiny.save_head(head, llama, draft_vocab_size=40, seed=9)
+    evaluate(few)
+    assert (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns != before
+    (tmp_path / "foreign").mkdir()
+    with pytest.raises(DataError, match="was not made by this command"):
+        evaluate(replace(few, bundle=tmp_path / "foreign"))
+
+
+def test_what_does_not_fit_is_counted(request_: EvalRequest, tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("t3 " * 200 + "\nt4\n")
+    result = evaluate(replace(request_, prompts=(path,), max_new_tokens=1, compare=True))
+    (task,) = result.tasks
+    assert (task.prompts, task.too_long, task.speedup) == (1, 1, None)
+    assert "1 too long" in "\n".join(result.lines())
 
 
 def test_no_prompts_are_an_error(request_: EvalRequest) -> None:
@@ -114,6 +136,31 @@ def test_teacher_forced_agreement_is_of_the_held_out_part(
     result = evaluate(replace(request_, **changed, prompts=request_.prompts[1:]))
     assert result.agreement == pytest.approx(logged, abs=0.02)  # the saved head is float16
     assert result.to_json()["teacher_forced_agreement"]
+
+
+def test_a_head_of_other_data_says_so(
+    request_: EvalRequest, llama_folder: Path, tmp_path: Path
+) -> None:
+    """What it has seen of them is not known: they are not held out."""
+    data, said = tmp_path / "data", list[str]()
+    data_folder(data, llama_folder)
+    recipe = Recipe(max_steps=1, batch_tokens=64, draft_vocab_size=40, holdout=0.2)
+    head = train_head(TrainRequest(data, tmp_path / "head", recipe))
+    request = replace(request_, data=data, draft=head)
+    assert len(held_out_agreement(request, said.append)) == recipe.ttt_steps and not said
+    data_folder(data, llama_folder, count=30)
+    for draft in (head, request_.draft):
+        assert held_out_agreement(replace(request, draft=draft), said.append)
+        assert "may have seen" in said.pop() and not said
+    eagle1 = train_head(TrainRequest(data, tmp_path / "eagle1", replace(recipe, method="eagle1")))
+    assert held_out_agreement(replace(request, draft=eagle1), said.append) == ()
+    assert "--data is not used" in said.pop()
+
+
+def test_no_prompt_of_a_file_is_an_error(request_: EvalRequest) -> None:
+    for count in (0, -1):
+        with pytest.raises(DataError, match=f"num_prompts is {count}"):
+            replace(request_, num_prompts=count)
 
 
 def test_the_tree_reaches_the_engine(request_: EvalRequest) -> None:

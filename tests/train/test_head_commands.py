@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from training_data import data_folder
 
 from eagle3.cli import main
 from eagle3.train.config import Recipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from making import data_folder  # noqa: E402
 
 SMALL = ["--epochs", "1", "--max-steps", "2", "--batch-tokens", "64", "--draft-vocab-size", "40"]
 

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
+from training_data import conversations, data_folder
 
 from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.target import load_target
@@ -20,12 +23,10 @@ from eagle3.runtime.errors import DataError, TrainingError
 from eagle3.train import loop as loop_module
 from eagle3.train.config import Recipe, TrainRequest
 from eagle3.train.curves import read_curves
-from eagle3.train.dataset import open_dataset
+from eagle3.train.dataset import Conversation, open_dataset, write_dataset
 from eagle3.train.features import LiveFeatures, open_features, write_features
 from eagle3.train.head import train_head
-
-sys.path.insert(0, str(Path(__file__).parent))
-from making import data_folder  # noqa: E402
+from eagle3.train.lock import locked
 
 RECIPE = {"epochs": 2, "batch_tokens": 64, "ttt_steps": 3, "draft_vocab_size": 40, "holdout": 0.1}
 FACTS = TargetFacts(hidden_size=32, vocab_size=64, num_layers=8)
@@ -142,8 +143,15 @@ def test_another_recipe_in_the_same_folder_is_refused(
         killed_at(patch, 4)
         with pytest.raises(Killed):
             train(data, tmp_path / "head")
-    with pytest.raises(TrainingError, match="recipe"):
+    with pytest.raises(TrainingError, match=r"recipe \{'learning_rate': 0.001\}, not"):
         train(data, tmp_path / "head", learning_rate=0.1)
+
+
+def test_two_runs_in_one_folder_are_refused(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    with locked(tmp_path / "head"), pytest.raises(DataError, match="another run is at work"):
+        train(data, tmp_path / "head")
+    train(data, tmp_path / "head", max_steps=1)
 
 
 def test_a_finished_head_is_not_trained_over(data: Path, tmp_path: Path) -> None:
@@ -177,10 +185,85 @@ def _no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_a_forced_run_that_is_killed_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(data, tmp_path / "head")
+    request = TrainRequest(
+        data, tmp_path / "head", Recipe(**RECIPE), force=True, checkpoint_every=3
+    )
+    with monkeypatch.context() as patch:
+        killed_at(patch, 4)
+        with pytest.raises(Killed):
+            train_head(request)
+    resumed = train(data, tmp_path / "head")
+    assert all(torch.equal(plain[name], resumed[name]) for name in plain)
+
+
+def test_another_model_is_not_written_over(data: Path, llama: Any, tmp_path: Path) -> None:
+    target = tiny.save_target(tmp_path / "target", llama)
+    before = (target / "config.json").read_bytes()
+    with pytest.raises(TrainingError, match="did not make"):
+        train(data, target)
+    assert (target / "config.json").read_bytes() == before
+
+
+def test_another_target_does_not_go_on(
+    data: Path, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tiny.save_target(tmp_path / "other", tiny.tiny_model("llama", seed=9))
+    same = tiny.save_target(tmp_path / "same", llama)
+    with monkeypatch.context() as patch:
+        killed_at(patch, 4)
+        with pytest.raises(Killed):
+            train(data, tmp_path / "head")
+    request = TrainRequest(data, tmp_path / "head", Recipe(**RECIPE), target=str(other))
+    with pytest.raises(TrainingError, match="run with target"):
+        train_head(request)
+    train_head(replace(request, target=str(same)))  # elsewhere, with the same weights
+
+
+def test_a_target_of_other_sizes_is_refused(data: Path, llama_folder: Path, tmp_path: Path) -> None:
+    small = tiny.save_target(tmp_path / "small", tiny.tiny_model("llama", vocab_size=40))
+    request = TrainRequest(data, tmp_path / "head", Recipe(**RECIPE), target=str(small))
+    with pytest.raises(DataError, match="the target has 40 tokens"):
+        train_head(request)
+    target = load_target(str(llama_folder), "float32")
+    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    wide = tiny.save_target(tmp_path / "wide", tiny.tiny_model("llama", hidden_size=64))
+    with pytest.raises(DataError, match="width 32, the target has 64"):
+        train_head(replace(request, target=str(wide)))
+
+
+def test_nothing_to_learn_is_an_error(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="none of 22 conversations"):
+        train(data, tmp_path / "head", max_len=3)
+    short = Conversation((3, 4), (False, True))
+    write_dataset(data, [short, *conversations(3)])
+    said: list[str] = []
+    request = TrainRequest(data, tmp_path / "one", Recipe(**{**RECIPE, "holdout": 0.0}))
+    train_head(request, report=said.append)
+    assert "1 conversations have no token to learn" in said
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", None])
+def test_a_damaged_shard_is_named(
+    data: Path, tmp_path: Path, llama_folder: Path, damage: bytes | None
+) -> None:
+    target = load_target(str(llama_folder), "float32")
+    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    shard = data / "features" / "00000.npy"
+    shard.write_bytes(shard.read_bytes()[:-64] if damage is None else damage)
+    with pytest.raises(DataError, match=r"00000\.npy cannot be read"):
+        train(data, tmp_path / "head")
+
+
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
         ({"ttt_steps": 0}, "ttt_steps is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"fusion": False, "aux_layer_ids": (1, 2)}, "--no-fusion"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"data_share": 0.0}, "data_share"),
         ({"method": "eagle1", "norm_output": True}, "EAGLE-1"),
@@ -190,6 +273,38 @@ def _no_space(*_: Any) -> None:
 def test_a_recipe_is_checked(fault: dict[str, Any], match: str) -> None:
     with pytest.raises(TrainingError, match=match):
         Recipe(**fault)
+
+
+def test_a_damaged_checkpoint_is_one_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        killed_at(patch, 4)
+        with pytest.raises(Killed):
+            train(data, tmp_path / "head")
+    (shard,) = (tmp_path / "head" / "checkpoints" / "step-00000003").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(
+        TrainingError, match=r"step-00000003 does not fit this run: .*; delete"
+    ) as e:
+        train(data, tmp_path / "head")
+    assert "Traceback" not in str(e.value) and "\n" not in str(e.value)
+
+
+def test_curves_that_cannot_be_read_or_drawn(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    out.mkdir()
+    (out / "curves.csv").write_text("garbage\n1,2\n")
+    (out / "curves.png").symlink_to("/dev/full")
+    with pytest.raises(TrainingError, match=r"curves.png cannot be written: No space left"):
+        train(data, out, max_steps=1)
+    assert [row["step"] for row in read_curves(out / "curves.csv")] == ["1", "1"]
+
+
+def test_how_often_is_at_least_once() -> None:
+    for name in ("checkpoint_every", "log_every"):
+        with pytest.raises(TrainingError, match=f"{name} is 0"):
+            TrainRequest(Path("data"), Path("head"), Recipe(), **{name: 0})
 
 
 def test_steps_grow_over_the_ramp() -> None:

@@ -118,6 +118,17 @@ def test_answers_known_as_text(texts: TargetTexts) -> None:
     assert not renderer.spells("t40", (40, 64)) and not renderer.spells("t40", (-1,))
 
 
+def test_a_token_without_embedding_is_refused(texts: TargetTexts) -> None:
+    """A tokenizer may have more tokens than the target."""
+    small = Renderer(texts.tokenizer, texts.template, 40, [EOS], "t1")
+    assert small.answer_ids("t5", "t39") == (39, EOS)
+    with pytest.raises(DataError, match="token id 41 has no embedding"):
+        small.answer_ids("t5", "t39 t41")
+    turns = [turn([5], [20], True), turn([50], [21], True)]
+    with pytest.raises(DataError, match="token id 50 has no embedding"):
+        small.conversation(turns)
+
+
 def renderer_of(template: str) -> Renderer:
     tokenizer = tiny.tiny_tokenizer(64).backend_tokenizer
     return Renderer(tokenizer, ChatTemplate(template, {}), 64, [EOS], "t1")
