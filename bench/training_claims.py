@@ -166,7 +166,9 @@ def plot(table: Path, folder: Path) -> None:
         axis.grid(alpha=0.3)
     axes[1].set_ylim(1, max(bars) * 1.05)
     axes[0].legend()
-    axes[2].legend()
+    axes[2].set_visible(bool(axes[2].lines))
+    if axes[2].lines:
+        axes[2].legend()
     figure.tight_layout()
     figure.savefig(folder / "claims.png", dpi=110)
 
