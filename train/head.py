@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -159,6 +160,7 @@ def _loop(
         run={
             "recipe": recipe.to_json(),
             "data": fingerprint(data),
+            "written": hashlib.sha256(data.written.tobytes()).hexdigest(),
             "target": target_fingerprint(target.model),
         },
         checkpoint_every=request.checkpoint_every,

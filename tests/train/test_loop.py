@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +29,12 @@ from eagle3.train.lock import locked
 
 RECIPE = {"epochs": 2, "batch_tokens": 64, "ttt_steps": 3, "draft_vocab_size": 40, "holdout": 0.1}
 FACTS = TargetFacts(hidden_size=32, vocab_size=64, num_layers=8)
+
+
+def store_features(data: Path, target: Path) -> None:
+    """Those of layers 2, 4, 5 and the last, 8."""
+    live = LiveFeatures(load_target(str(target), "float32").model, (2, 4, 5, 8), False)
+    write_features(data, open_dataset(data), live, 32)
 
 
 class Killed(Exception):
@@ -96,13 +101,12 @@ def test_the_curves_are_drawn(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "head" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_stored_features_train_as_live_ones_do(data: Path, tmp_path: Path) -> None:
+def test_stored_features_train_as_live_ones_do(
+    data: Path, tmp_path: Path, llama_folder: Path
+) -> None:
     live = train(data, tmp_path / "live", max_steps=4)
-    dataset = open_dataset(data)
-    target = load_target(json.loads((data / "dataset.json").read_text())["target"], "float32")
-    write_features(data, dataset, LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
-    stored = open_features(data, dataset)
-    assert stored is not None
+    store_features(data, llama_folder)
+    assert open_features(data, open_dataset(data)) is not None
     for name, weight in train(data, tmp_path / "stored", max_steps=4).items():
         torch.testing.assert_close(weight, live[name], rtol=0, atol=1e-3)
 
@@ -110,16 +114,14 @@ def test_stored_features_train_as_live_ones_do(data: Path, tmp_path: Path) -> No
 def test_features_of_other_tokens_are_refused(
     data: Path, tmp_path: Path, llama_folder: Path
 ) -> None:
-    target = load_target(str(llama_folder), "float32")
-    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    store_features(data, llama_folder)
     data_folder(data, llama_folder, seed=1)
     with pytest.raises(DataError, match="other tokens"):
         train(data, tmp_path / "head")
 
 
 def test_a_layer_that_was_not_kept_is_named(data: Path, tmp_path: Path, llama_folder: Path) -> None:
-    target = load_target(str(llama_folder), "float32")
-    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    store_features(data, llama_folder)
     with pytest.raises(DataError, match=r"\[3\]"):
         train(data, tmp_path / "head", aux_layer_ids=(2, 3, 5))
 
@@ -145,6 +147,19 @@ def test_another_recipe_in_the_same_folder_is_refused(
             train(data, tmp_path / "head")
     with pytest.raises(TrainingError, match=r"recipe \{'learning_rate': 0.001\}, not"):
         train(data, tmp_path / "head", learning_rate=0.1)
+
+
+def test_another_loss_mask_does_not_go_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        killed_at(patch, 4)
+        with pytest.raises(Killed):
+            train(data, tmp_path / "head")
+    mask = np.load(data / "written.npy")
+    np.save(data / "written.npy", ~mask)
+    with pytest.raises(TrainingError, match="run with written"):
+        train(data, tmp_path / "head")
 
 
 def test_two_runs_in_one_folder_are_refused(data: Path, tmp_path: Path) -> None:
@@ -228,8 +243,7 @@ def test_a_target_of_other_sizes_is_refused(data: Path, llama_folder: Path, tmp_
     request = TrainRequest(data, tmp_path / "head", Recipe(**RECIPE), target=str(small))
     with pytest.raises(DataError, match="the target has 40 tokens"):
         train_head(request)
-    target = load_target(str(llama_folder), "float32")
-    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    store_features(data, llama_folder)
     wide = tiny.save_target(tmp_path / "wide", tiny.tiny_model("llama", hidden_size=64))
     with pytest.raises(DataError, match="width 32, the target has 64"):
         train_head(replace(request, target=str(wide)))
@@ -250,8 +264,7 @@ def test_nothing_to_learn_is_an_error(data: Path, tmp_path: Path) -> None:
 def test_a_damaged_shard_is_named(
     data: Path, tmp_path: Path, llama_folder: Path, damage: bytes | None
 ) -> None:
-    target = load_target(str(llama_folder), "float32")
-    write_features(data, open_dataset(data), LiveFeatures(target.model, (2, 4, 5, 8), False), 32)
+    store_features(data, llama_folder)
     shard = data / "features" / "00000.npy"
     shard.write_bytes(shard.read_bytes()[:-64] if damage is None else damage)
     with pytest.raises(DataError, match=r"00000\.npy cannot be read"):
