@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eagle3.export.head_config import Head
 from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.readings import Reading, Text, causal_attention, compare_readings
 from eagle3.export.target import Target
 from eagle3.export.texts import PROMPTS, TEXT
 from eagle3.export.weights import block_int8, int8_block
@@ -36,6 +37,7 @@ INT8_TOLERANCE = 1e-1
 
 _NUM_TOKENS = 384
 _FEW_TOKENS = 64
+_ANSWER_TOKENS = 48
 _DRAFT_STEPS = 3
 # A tree whose branches part at the root and again deep down: node 0 is the root.
 _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
@@ -50,19 +52,27 @@ class SelfCheck:
 
     engines: dict[str, Any] = field(default_factory=dict)
     draft: dict[str, Any] = field(default_factory=dict)
+    readings: tuple[Reading, ...] = ()
 
     @property
     def warnings(self) -> list[str]:
         """What the user should know although the export succeeded."""
-        acceptance = self.draft.get("first_position_acceptance")
-        if acceptance is None or acceptance >= NEAR_ZERO_ACCEPTANCE:
-            return []
-        return [
-            f"only {acceptance:.1%} of the first draft tokens are accepted on ordinary prompts: "
-            "the head does not fit this target as it was read. Check its fused layers "
-            "(--aux-layers counts hidden_states indices), its RoPE, its vocabulary mapping and the "
-            "chat template"
+        found = [
+            f"this head is read better with {each.name}: the first draft token is right "
+            f"{each.acceptance:.1%} of the time instead of {self.readings[0].acceptance:.1%}. "
+            "Export it again with that reading, or say why not"
+            for each in self.readings
+            if each.clearly_better
         ]
+        acceptance = self.draft.get("first_position_acceptance")
+        if acceptance is not None and acceptance < NEAR_ZERO_ACCEPTANCE:
+            found.append(
+                f"only {acceptance:.1%} of the first draft tokens are accepted on ordinary "
+                "prompts: the head does not fit this target as it was read. Check its fused layers "
+                "(--aux-layers counts hidden_states indices), its RoPE, its vocabulary mapping and "
+                "the chat template"
+            )
+        return found
 
 
 def check_bundle(
@@ -88,9 +98,11 @@ def check_bundle(
         bound = INT8_TOLERANCE if plan.draft_weights == "int8" else tolerance
         check.draft = _check_draft(bundle, module, reference, bound)
         report(_summary("draft", check.draft))
-        acceptance = first_position_acceptance(bundle)
+        acceptance, texts = first_position_acceptance(bundle)
         check.draft["first_position_acceptance"] = acceptance
         report(f"first draft token accepted: {acceptance:.1%} on {len(PROMPTS)} prompts")
+        check.readings = compare_readings(head, target, texts)
+        check.draft["readings"] = {each.name: each.acceptance for each in check.readings}
     for warning in check.warnings:
         report(f"warning: {warning}")
     return check
@@ -263,13 +275,8 @@ class _DraftPath:
     def _forward(self, g: Tensor, tokens: list[int]) -> Tensor:
         positions = torch.arange(len(tokens))[None]
         embedding = self._embed(torch.tensor([tokens]))
-        out: Tensor = self._module(embedding, g, positions, _causal_attention)
+        out: Tensor = self._module(embedding, g, positions, causal_attention)
         return out
-
-
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2)
 
 
 def _with_int8_weights(module: _AnyHead) -> _AnyHead:
@@ -285,20 +292,26 @@ def _with_int8_weights(module: _AnyHead) -> _AnyHead:
     return module
 
 
-def first_position_acceptance(bundle: Bundle) -> float:
-    """Share of the first draft tokens that the target accepts, greedy, on the built-in prompts."""
+def first_position_acceptance(bundle: Bundle) -> tuple[float, list[Text]]:
+    """Share of the first draft tokens that the target accepts, greedy, on the built-in prompts.
+
+    With the texts that it was measured on.
+    """
     engine = Engine(bundle, _threads())
     chat = engine.chat_template is not None
     accepted = proposed = 0.0
+    texts = []
     for prompt in PROMPTS:
         ids = engine.encode(prompt, chat=chat)[: engine.plan.max_seq_len // 2]
-        stats = engine.generate(
-            ids, max_new_tokens=24, draft_top_k=1, draft_depth=2, num_draft_tokens=2
-        ).stats
+        result = engine.generate(
+            ids, max_new_tokens=_ANSWER_TOKENS, draft_top_k=1, draft_depth=2, num_draft_tokens=2
+        )
+        texts.append(Text(np.array([*ids, *result.token_ids], np.int64), len(ids)))
+        stats = result.stats
         rounds = stats.rounds - stats.plain_rounds
         proposed += rounds
         accepted += rounds * (stats.accepted_by_position[0] if stats.accepted_by_position else 0.0)
-    return accepted / proposed if proposed else 0.0
+    return accepted / proposed if proposed else 0.0, texts
 
 
 def _judge(name: str, errors: dict[str, float], tolerance: float) -> None:
