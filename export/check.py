@@ -57,13 +57,7 @@ class SelfCheck:
     @property
     def warnings(self) -> list[str]:
         """What the user should know although the export succeeded."""
-        found = [
-            f"this head is read better with {each.name}: the first draft token is right "
-            f"{each.acceptance:.1%} of the time instead of {self.readings[0].acceptance:.1%}. "
-            "Export it again with that reading, or say why not"
-            for each in self.readings
-            if each.clearly_better
-        ]
+        found = []
         acceptance = self.draft.get("first_position_acceptance")
         if acceptance is not None and acceptance < NEAR_ZERO_ACCEPTANCE:
             found.append(
@@ -72,6 +66,13 @@ class SelfCheck:
                 "(--aux-layers counts hidden_states indices), its RoPE, its vocabulary mapping and "
                 "the chat template"
             )
+        found += [
+            f"this head is read better with {each.name}: the first draft token is right "
+            f"{each.acceptance:.1%} of the time instead of {self.readings[0].acceptance:.1%}. "
+            "Export it again with that reading"
+            for each in self.readings
+            if each.clearly_better
+        ]
         return found
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from eagle3.export.head_config import Head
 from eagle3.export.head_graph import Eagle1Head, EagleHead, build_eagle1_head, build_head
 from eagle3.export.target import Target, lm_head_weight
+from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
 
 # How many standard errors the mean of the differences must lie above zero.
 _MIN_DEVIATIONS = 2.5
@@ -50,9 +51,7 @@ class Reading:
     clearly_better: bool = False
 
 
-def compare_readings(
-    head: Head, target: Target, texts: Sequence[Text]
-) -> tuple[Reading, ...]:
+def compare_readings(head: Head, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
     """The resolved reading first, then its neighbours in the order of `neighbours`.
 
     Texts without an answer are passed over; none left: no readings.
@@ -86,8 +85,8 @@ def neighbours(head: Head, target: Target) -> Iterator[tuple[str, Head]]:
     for shift in (-1, 1):
         layers = tuple(i + shift for i in config.aux_layer_ids)
         if all(0 <= i <= target.kv.num_layers for i in layers):
-            listed = ",".join(map(str, layers))
-            yield f"aux layers {listed}", replace(head, config=replace(config, aux_layer_ids=layers))
+            shifted = replace(config, aux_layer_ids=layers)
+            yield f"aux layers {','.join(map(str, layers))}", replace(head, config=shifted)
     absolute = _absolute_ids(head)
     if absolute is not None:
         yield "d2t as absolute ids", replace(head, target_ids=absolute)
@@ -148,9 +147,9 @@ def _score(head: Head, module: EagleHead | Eagle1Head, passages: Sequence[_Passa
 
 
 def _clearly_better(score: _Score, own: _Score) -> bool:
-    """A paired, one-sided test of the mean difference."""
+    """A paired, one-sided test of the mean difference; never of a reading that is bad itself."""
     gains = score.probabilities - own.probabilities
-    if len(gains) < 2 or score.hits.sum() < own.hits.sum():
+    if len(gains) < 2 or score.hits.mean() < max(own.hits.mean(), NEAR_ZERO_ACCEPTANCE):
         return False
     error = gains.std(ddof=1) / math.sqrt(len(gains))
     return bool(gains.mean() > _MIN_DEVIATIONS * error)
