@@ -33,6 +33,12 @@ class Curves:
         except OSError as error:
             raise TrainingError(f"{self._path} cannot be written: {error.strerror}") from error
 
+    def largest(self, column: str) -> float:
+        """The largest number that stands in a column; 0 in an empty one."""
+        return max(
+            (float(row[column]) for row in read_curves(self._path) if row.get(column)), default=0
+        )
+
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends a row; columns that are not measured stay empty. Raises TrainingError."""
         try:

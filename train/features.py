@@ -38,7 +38,7 @@ class LiveFeatures:
 
     def __init__(self, model: Any, layers: Sequence[int], autocast: bool) -> None:
         self._decoder: nn.Module = model.base_model
-        self.layers, self._autocast = tuple(layers), autocast
+        self.layers, self.autocast = tuple(layers), autocast
         self.device: torch.device = model.device
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class LiveFeatures:
         return [row[: len(each)] for row, each in zip(wide, ids, strict=True)]
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast)
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ def write_features(
     firsts = _shard_starts(data)
     index = {
         "layers": list(live.layers),
+        "autocast": live.autocast,
         "hidden_size": hidden_size,
         "firsts": firsts,
         "fingerprint": fingerprint(data),
@@ -161,7 +162,7 @@ def write_features(
 
 
 def _claim(out: Path, index: dict[str, Any], rank: int) -> None:
-    """Writes the index, and drops the shards of any other data set or layers."""
+    """Writes the index, and drops the shards of any other data set, layers or precision."""
     path = out / "index.json"
     if rank != 0:
         while _read_index(path) != index:

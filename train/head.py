@@ -21,7 +21,7 @@ from eagle3.export.head_config import HeadConfig
 from eagle3.export.head_graph import Eagle1Head, EagleHead
 from eagle3.export.target import Target, load_target
 from eagle3.runtime.errors import TrainingError
-from eagle3.train.batches import split
+from eagle3.train.batches import Split, split
 from eagle3.train.config import Recipe, TrainRequest
 from eagle3.train.curves import plot_curves
 from eagle3.train.dataset import TokenDataset, open_dataset
@@ -64,8 +64,10 @@ def train_head(request: TrainRequest, report: Report = lambda _: None) -> Path:
         data = open_dataset(request.data)
         target = load_target(_target_of(request), "float32")
         data.check_vocabulary(target.vocab_size)
-        trainee = _trainee(request.recipe, data, target, say)
-        loop = _loop(request, processes, data, target, trainee, say)
+        recipe = request.recipe
+        parts = split(len(data), recipe.holdout, recipe.data_share, recipe.seed)
+        trainee = _trainee(recipe, data, parts, target, say)
+        loop = _loop(request, processes, data, parts, target, trainee, say)
         del target
         loop.resume()
         loop.train()
@@ -114,9 +116,11 @@ def _target_of(request: TrainRequest) -> str:
         ) from error
 
 
-def _trainee(recipe: Recipe, data: TokenDataset, target: Target, report: Report) -> _Trainee:
+def _trainee(
+    recipe: Recipe, data: TokenDataset, parts: Split, target: Target, report: Report
+) -> _Trainee:
     size = target.vocab_size if recipe.method == "eagle1" else recipe.draft_vocab_size
-    ids = draft_vocabulary(data, target.vocab_size, size)
+    ids = draft_vocabulary(data, parts.train, target.vocab_size, size)
     config = new_head_config(target.config, recipe, len(ids))
     report(f"draft vocabulary {len(ids):,}: {coverage(data, ids):.1%} of the written tokens")
     head = new_head(config, target.model.get_output_embeddings().weight.detach())
@@ -128,6 +132,7 @@ def _loop(
     request: TrainRequest,
     processes: Processes,
     data: TokenDataset,
+    parts: Split,
     target: Target,
     trainee: _Trainee,
     report: Report,
@@ -140,7 +145,6 @@ def _loop(
     source = BatchSource(
         data, features, config.aux_layer_ids, last, config.hidden_size, recipe.max_len, device
     )
-    parts = split(len(data), recipe.holdout, recipe.data_share, recipe.seed)
     embedding = target.model.get_input_embeddings().weight.detach().float()
     dtype = torch.bfloat16 if recipe.bf16 else torch.float32
     if isinstance(trainee.head, EagleHead):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +43,10 @@ class Loop:
     log_every: int = 10
     report: Report = lambda _: None
     step: int = field(default=0, init=False)
+    _tokens_before: int = field(
+        default=0, init=False
+    )  # those of the runs that this one goes on from
+    _seconds_before: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         trained = [p for p in self.objective.parameters() if p.requires_grad]
@@ -83,6 +89,8 @@ class Loop:
             self.report(f"going on after step {self.step} of {self.total_steps}")
         if self.processes.is_first:
             self._curves.truncate(self.step)
+            self._seconds_before = self._curves.largest("seconds")
+            self._tokens_before = self._num_tokens(islice(self._all_steps(), self.step))
 
     def _check_same(self, run: dict[str, Any]) -> None:
         wanted = {**self.run, "step": run["step"]}
@@ -96,12 +104,13 @@ class Loop:
 
     def train(self) -> None:
         """Runs to the last step; evaluates on the held-out conversations after every epoch."""
-        progress = Progress("training", self._tokens_left(), self.report)
+        progress = Progress("training", self._num_tokens(self._steps_left()), self.report)
         window = Window(self.recipe.num_steps)
         for epoch, batch, ends_epoch in self._steps_left():
             sums = self._step(batch)
             window.add(sums)
             self.step += 1
+            progress.add(sum(map(self.source.length, batch)), window.note())
             last = self.step == self.total_steps
             saves = self.step % self.checkpoint_every == 0 or last
             if self.step % self.log_every == 0 or saves:  # so that a resumed run logs the same
@@ -118,7 +127,6 @@ class Loop:
                     self.run,
                     self.processes,
                 )
-            progress.add(sum(map(self.source.length, batch)), window.note())
 
     def _batches(self, epoch: int) -> list[list[int]]:
         return epoch_batches(
@@ -129,20 +137,19 @@ class Loop:
             epoch,
         )
 
-    def _steps_left(self) -> Iterator[tuple[int, list[int], bool]]:
-        """(epoch, batch, whether it is the epoch's last) from self.step on."""
-        step = 0
+    def _all_steps(self) -> Iterator[tuple[int, list[int], bool]]:
+        """(epoch, batch, whether it is the epoch's last) of the whole run."""
         for epoch in range(self.recipe.epochs):
             batches = self._batches(epoch)
             for n, batch in enumerate(batches):
-                if step == self.total_steps:
-                    return
-                if step >= self.step:
-                    yield epoch, batch, n == len(batches) - 1
-                step += 1
+                yield epoch, batch, n == len(batches) - 1
 
-    def _tokens_left(self) -> int:
-        return sum(sum(map(self.source.length, batch)) for _, batch, _ in self._steps_left())
+    def _steps_left(self) -> Iterator[tuple[int, list[int], bool]]:
+        """Those from self.step on."""
+        return islice(self._all_steps(), self.step, self.total_steps)
+
+    def _num_tokens(self, steps: Iterable[tuple[int, list[int], bool]]) -> int:
+        return sum(sum(map(self.source.length, batch)) for _, batch, _ in steps)
 
     def _step(self, batch: Sequence[int]) -> StepSums:
         """One optimizer step on this process's share of `batch`; returns the sums of all."""
@@ -150,7 +157,8 @@ class Loop:
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * self._schedule(progress)
         num_steps = self.recipe.steps_at(progress)
-        sums = self._forward(self._share(batch), num_steps)
+        share = self._share(batch)
+        sums = self._forward(self.source.batch(share), num_steps, share)
         rows = self.processes.sum(sums.rows.clone())
         decay = self.recipe.step_decay ** torch.arange(len(rows), device=rows.device)
         loss = (sums.loss * decay / rows.clamp(min=1)).sum()
@@ -178,24 +186,27 @@ class Loop:
             return (progress * self.total_steps + 1) / (warmup * self.total_steps + 1)
         return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
 
-    def _share(self, batch: Sequence[int]) -> Batch:
-        return self.source.batch(batch[self.processes.rank :: self.processes.world])
+    def _share(self, batch: Sequence[int]) -> Sequence[int]:
+        return batch[self.processes.rank :: self.processes.world]
 
-    def _forward(self, batch: Batch, num_steps: int) -> StepSums:
+    def _forward(self, batch: Batch, num_steps: int, noisy: Sequence[int] = ()) -> StepSums:
+        """noisy: the conversations of the batch, where EAGLE-1's noise is added."""
         device = self.processes.device.type
         with torch.autocast(device, torch.bfloat16, enabled=self.recipe.bf16):
             if self.recipe.method == "eagle3":
                 return self.objective(batch, num_steps)  # type: ignore[no-any-return]
-            return self.objective(batch, self._noise(batch.features))  # type: ignore[no-any-return]
+            return self.objective(batch, self._noise(batch.features, noisy))  # type: ignore[no-any-return]
 
-    def _noise(self, features: Tensor) -> Tensor:
-        """Uniform in +- recipe.noise while training, drawn for this step and process alone."""
-        if not torch.is_grad_enabled() or not self.recipe.noise:
-            return torch.zeros_like(features)
-        seed = (self.recipe.seed * 1_000_003 + self.step) * 1_009 + self.processes.rank
-        generator = torch.Generator().manual_seed(seed)
-        uniform = torch.rand(features.shape, generator=generator) * 2 - 1
-        return (uniform * self.recipe.noise).to(features)
+    def _noise(self, features: Tensor, conversations: Sequence[int]) -> Tensor:
+        """Uniform in +- recipe.noise, like features [B,T,d]; of each conversation and step its own,
+        so that it does not depend on how a batch is shared out.
+        """
+        noise = torch.zeros_like(features)
+        for row, index in zip(noise, conversations, strict=False):  # no noise, or an empty share
+            rng = np.random.default_rng([self.recipe.seed, 3, self.step, index])
+            uniform = rng.random((self.source.length(index), row.shape[1]), np.float32) * 2 - 1
+            row[: len(uniform)] = torch.from_numpy(uniform * np.float32(self.recipe.noise))
+        return noise
 
     def _log(self, epoch: int, window: Window, progress: Progress) -> None:
         if not self.processes.is_first:
@@ -208,8 +219,8 @@ class Loop:
                 "epoch": epoch,
                 "loss": f"{window.loss(self.recipe.step_decay):.5f}",
                 "learning_rate": f"{rate:.3e}",
-                "tokens": progress.done,
-                "seconds": f"{progress.seconds:.1f}",
+                "tokens": self._tokens_before + progress.done,
+                "seconds": f"{self._seconds_before + progress.seconds:.1f}",
                 **values,
             },
         )
@@ -223,7 +234,8 @@ class Loop:
         self.objective.eval()
         with torch.no_grad():
             for batch in self.source.batches(held, self.recipe.batch_tokens):
-                sums = self._forward(self._share(batch), self.recipe.num_steps)
+                held_batch = self.source.batch(self._share(batch))
+                sums = self._forward(held_batch, self.recipe.num_steps)
                 window.add(StepSums(*map(self.processes.sum, vars(sums).values())))
         self.objective.train()
         if self.processes.is_first:

@@ -8,14 +8,16 @@ from numpy.typing import NDArray
 from eagle3.train.dataset import TokenDataset
 
 
-def draft_vocabulary(data: TokenDataset, vocab_size: int, size: int) -> NDArray[np.int64]:
-    """The `size` most frequent written tokens, ascending, int64 [Vd]; ties go to the lower id.
-
-    size at or above `vocab_size` gives every token.
+def draft_vocabulary(
+    data: TokenDataset, conversations: NDArray[np.int64], vocab_size: int, size: int
+) -> NDArray[np.int64]:
+    """The `size` most frequent tokens that the target wrote in `conversations`, ascending, int64
+    [Vd]; ties go to the lower id. size at or above `vocab_size` gives every token.
     """
     if size >= vocab_size:
         return np.arange(vocab_size, dtype=np.int64)
-    counts = np.bincount(data.tokens[data.written], minlength=vocab_size)
+    chosen = np.repeat(np.isin(np.arange(len(data)), conversations), data.lengths)
+    counts = np.bincount(data.tokens[data.written & chosen], minlength=vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64)
 
 
