@@ -200,9 +200,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: object) -> "Plan":
-        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
+        """The plan of something built: reads `to_json`'s object.
+
+        Raises PlanError for a missing, unknown or wrong field, and for what nothing builds yet.
+        """
         values = _exact_fields(cls, data, "plan")
-        return cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
+        plan = cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
+        plan.require_built()
+        return plan
 
 
 def _exact_fields(cls: type[Plan] | type[TreePlan], data: object, where: str) -> dict[str, Any]:
