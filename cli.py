@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from eagle3 import __version__
+from eagle3.plans.commands import plan_group
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.options import (
@@ -63,6 +64,7 @@ def main() -> None:
 
 
 main.add_command(train)
+main.add_command(plan_group)
 
 
 def _write(text: str) -> None:
