@@ -76,23 +76,18 @@ class PlanReport:
         m, usable = self.memory, self.device.usable_bytes
         left = size_text(usable - m.total)
         copies = f", the target's embedding for the draft {size_text(m.draft_copies)}"
+        weights = self._of_each(m.target_weights, m.draft_weights)
         return [
-            (
-                "weights",
-                f"target {size_text(m.target_weights)}, draft {size_text(m.draft_weights)}"
-                f"{copies if m.draft_copies else ''}",
-            ),
-            ("kv cache", f"target {size_text(m.target_kv)}, draft {size_text(m.draft_kv)}"),
-            (
-                "activations",
-                f"target {size_text(m.target_activations)}, draft {size_text(m.draft_activations)}",
-            ),
-            (
-                "total",
-                f"{size_text(m.total)} of {size_text(usable)}: fits, {left} left",
-            ),
-            ("files", f"target {size_text(m.target_file)}, draft {size_text(m.draft_file)}"),
+            ("weights", f"{weights}{copies if m.draft_copies else ''}"),
+            ("kv cache", self._of_each(m.target_kv, m.draft_kv)),
+            ("activations", self._of_each(m.target_activations, m.draft_activations)),
+            ("total", f"{size_text(m.total)} of {size_text(usable)}: fits, {left} left"),
+            ("files", self._of_each(m.target_file, m.draft_file)),
         ]
+
+    def _of_each(self, target: int, draft: int) -> str:
+        of_draft = "" if self.draft is None else f", draft {size_text(draft)}"
+        return f"target {size_text(target)}{of_draft}"
 
     def _round_rows(self) -> list[tuple[str, str]]:
         cost = self.round
