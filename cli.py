@@ -10,12 +10,14 @@ import io
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from eagle3 import __version__
+from eagle3.plans.commands import plan_group
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.options import (
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from eagle3.runtime.engine import Engine
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_DEFAULT = click.core.ParameterSource.DEFAULT
 
 
 class _Main(click.Group):
@@ -63,6 +66,7 @@ def main() -> None:
 
 
 main.add_command(train)
+main.add_command(plan_group)
 
 
 def _write(text: str) -> None:
@@ -282,6 +286,12 @@ _PLAN = Plan()
     "--draft", required=True, help="Folder or id of an EAGLE-1, -2 or -3 head, or 'none'."
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
+@click.option(
+    "--plan",
+    "preset",
+    metavar="NAME|FILE",
+    help="See `eagle3 plan list`, or a .toml file; the options below override it.",
+)
 @click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
 @click.option("--dtype", type=click.Choice(DTYPES), default=_PLAN.dtype, help="Of the target.")
 @click.option(
@@ -322,30 +332,40 @@ def _export_request(ctx: click.Context) -> ExportRequest:
 
     given = given_fields(ExportRequest, ctx.params)
     draft = None if given["draft"] == "none" else given["draft"]
-    plan, command = _plan(ctx.params), _command(ctx)
+    plan, command = _plan(ctx), _command(ctx)
     return ExportRequest(**{**given, "draft": draft, "plan": plan, "command": command})
 
 
-def _plan(flags: dict[str, Any]) -> Plan:
-    # ONNX Runtime's CPU provider has no bfloat16.
-    backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
-    return Plan(
-        **given_fields(Plan, flags), tree=TreePlan(**given_fields(TreePlan, flags)), backend=backend
-    )
+def _plan(ctx: click.Context) -> Plan:
+    """What the options say, or the preset and what was typed beside it."""
+    flags, preset = ctx.params, ctx.params["preset"]
+    if preset is None:
+        # ONNX Runtime's CPU provider has no bfloat16.
+        backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
+        tree = TreePlan(**given_fields(TreePlan, flags))
+        return Plan(**given_fields(Plan, flags), tree=tree, backend=backend)
+    from eagle3.plans.preset import load_preset
+
+    plan = load_preset(preset).plan
+    typed = {k: v for k, v in flags.items() if ctx.get_parameter_source(k) is not _DEFAULT}
+    tree = replace(plan.tree, **given_fields(TreePlan, typed))
+    return replace(plan, **given_fields(Plan, typed), tree=tree)
 
 
 def _command(ctx: click.Context) -> str:
-    """What was typed, less defaults and --force, which the manifest keeps.
+    """What was typed, less --force, which the manifest keeps.
 
-    An absolute path of target, draft or output is cut to its last name: put it back to repeat it.
+    An absolute path of target, draft, output or plan is cut to its last name: put it back to
+    repeat it.
     """
     words = ["eagle3", "export"]
     for option in ctx.command.params:
         value = ctx.params[option.name or ""]
-        if value in (None, option.get_default(ctx)) or option.name == "force":
+        typed = ctx.get_parameter_source(option.name or "") is not _DEFAULT
+        if not typed or option.name == "force":
             continue
         words.append(option.opts[-1])
-        if option.name in ("target", "draft", "output") and Path(value).is_absolute():
+        if option.name in ("target", "draft", "output", "preset") and Path(value).is_absolute():
             value = Path(value).name
         if value is not True:
             words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))

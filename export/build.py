@@ -79,8 +79,10 @@ def export_bundle(
 ) -> tuple[Bundle, SelfCheck]:
     """Exports, checks, and moves the finished bundle to request.output.
 
-    Raises ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves no trace.
+    Raises PlanError, ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves
+    no trace.
     """
+    request.plan.require_built()
     _check_output(request)
     if request.draft is not None:
         read_config(head_folder(request.draft))  # a wrong one is said before the long work

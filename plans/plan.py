@@ -2,7 +2,8 @@
 
 `eagle3 export` compiles engines for one `Plan`, which the bundle's manifest then carries; the
 runtime allocates its buffers from it, and a request may ask for a smaller or larger tree within
-it (`Plan.override`). Neither object ever changes: another tree is a new object.
+it (`Plan.override`). Neither object ever changes: another tree is a new object. What contradicts
+itself is in `rules.py`, what a device has and costs in `device.py` and `roofline.py`.
 """
 
 from collections.abc import Mapping
@@ -10,14 +11,27 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
+from eagle3.plans.rules import (
+    PADDED_BACKENDS,
+    check_backend,
+    check_choice,
+    check_compute_capability,
+    unbuilt_reasons,
+    widths_of,
+    widths_up_to,
+)
 from eagle3.runtime.errors import PlanError
 
 DTYPES = ("float32", "float16", "bfloat16")
+TARGET_WEIGHTS = ("same", "int8")
 DRAFT_WEIGHTS = ("same", "int8")
+KV_DTYPES = ("same", *DTYPES)
 LOWERINGS = ("ort", "portable")
-BACKENDS = ("ort-cpu", "ort-cuda")
+BACKENDS = ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")
 
+MAX_BATCH = 1024
 MAX_SEQ_LEN = 1 << 20
+MAX_WORKSPACE_BYTES = 1 << 40
 MAX_DRAFT_TOKENS = 1024
 MAX_DRAFT_DEPTH = 1024
 MAX_DRAFT_TOP_K = 256
@@ -93,19 +107,40 @@ class Plan:
     """How attention is expressed in the graphs."""
     backend: str = "ort-cpu"
     """What runs the engines."""
+    batch: int = 1
+    """B: sequences in one call."""
+    verify_widths: tuple[int, ...] = ()
+    """Rows of a verification, ascending: a call is padded to the next of these, so that each is one
+    fixed shape. Empty: chosen for the backend (`resolved`); ort-cpu pads nothing."""
+    target_weights: str = "same"
+    """How the target's matrices are stored, as `draft_weights`."""
+    kv_dtype: str = "same"
+    """Of both caches; "same" is `dtype`."""
+    compute_capability: str | None = None
+    """Of the GPU that plan files are for, as "8.9"; None: of the machine that builds them."""
+    workspace_bytes: int | None = None
+    """Scratch memory TensorRT may use; None: as much as it likes."""
 
     def __post_init__(self) -> None:
+        _set_int(self, "batch", MAX_BATCH)
         _set_int(self, "max_seq_len", MAX_SEQ_LEN, low=2)
         _set_int(self, "prefill_chunk", self.max_seq_len, "max_seq_len")
         # One target call holds the root and the tree, and all of it must fit the cache.
         _set_int(self, "max_draft_tokens", MAX_DRAFT_TOKENS)
         _set_int(self, "max_draft_tokens", self.max_seq_len - 1, "max_seq_len - 1")
         _check_tree(self.tree, self.max_draft_tokens)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
-        _check_choice("lowering", self.lowering, LOWERINGS)
-        _check_choice("backend", self.backend, BACKENDS)
-        _check_precision(self)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("target_weights", self.target_weights, TARGET_WEIGHTS)
+        check_choice("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        check_choice("lowering", self.lowering, LOWERINGS)
+        check_choice("backend", self.backend, BACKENDS)
+        if self.workspace_bytes is not None:
+            _set_int(self, "workspace_bytes", MAX_WORKSPACE_BYTES)
+        check_compute_capability(self.compute_capability)
+        widths = widths_of(self.verify_widths, self.max_draft_tokens + 1, self.max_seq_len)
+        object.__setattr__(self, "verify_widths", widths)
+        check_backend(self)
 
     @property
     def cache_capacity(self) -> int:
@@ -121,6 +156,24 @@ class Plan:
     def draft_capacity(self) -> int:
         """Slots of the draft's cache."""
         return self.max_seq_len + self.max_draft_rows
+
+    @property
+    def unbuilt(self) -> tuple[str, ...]:
+        """Why nothing can build or run this plan yet, if so: it may only be reckoned with."""
+        return unbuilt_reasons(self)
+
+    def resolved(self) -> "Plan":
+        """A plan without "same" and without widths left open: what it says is what is built."""
+        widths = self.verify_widths
+        if not widths and self.backend in PADDED_BACKENDS:
+            widths = widths_up_to(self.max_draft_tokens + 1)
+        dtype = self.dtype if self.kv_dtype == "same" else self.kv_dtype
+        return replace(self, verify_widths=widths, kv_dtype=dtype)
+
+    def require_built(self) -> None:
+        """Raises PlanError, with the reasons, for a plan that nothing can build or run yet."""
+        if self.unbuilt:
+            raise PlanError("; ".join(self.unbuilt))
 
     def override(
         self,
@@ -143,13 +196,18 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object; `tree` is an object in it."""
-        return asdict(self)
+        return {**asdict(self), "verify_widths": list(self.verify_widths)}
 
     @classmethod
     def from_json(cls, data: object) -> "Plan":
-        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
+        """The plan of something built: reads `to_json`'s object.
+
+        Raises PlanError for a missing, unknown or wrong field, and for what nothing builds yet.
+        """
         values = _exact_fields(cls, data, "plan")
-        return cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
+        plan = cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
+        plan.require_built()
+        return plan
 
 
 def _exact_fields(cls: type[Plan] | type[TreePlan], data: object, where: str) -> dict[str, Any]:
@@ -186,11 +244,6 @@ def _set_int(
     object.__setattr__(plan, name, int(value))
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise PlanError(f"{name} is {value!r}: choose one of {', '.join(choices)}")
-
-
 def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
     if not isinstance(tree, TreePlan):
         raise PlanError(f"tree is {tree!r}: give a TreePlan")
@@ -208,9 +261,3 @@ def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
             f" leaves room for {limit}: ask for less of either, or export with a larger"
             " max_draft_tokens"
         )
-
-
-def _check_precision(plan: Plan) -> None:
-    # ONNX Runtime's CPU provider has no bfloat16 MatMul: such a graph fails to load.
-    if plan.backend == "ort-cpu" and plan.dtype == "bfloat16":
-        raise PlanError("dtype is bfloat16, which backend ort-cpu cannot run: choose float32")

@@ -21,11 +21,12 @@ NOT_SHIPPED = {"tests", "bench", "demo", "docs", "build", "dist"}
 
 
 def sources() -> Iterator[str]:
-    """Every module of the package: the root's and those of its packages, as in the wheel."""
+    """Every module and preset: the root's and those of its packages, as in the wheel."""
     yield from (path.name for path in ROOT.glob("*.py"))
     for folder in sorted(path for path in ROOT.iterdir() if path.is_dir()):
         if folder.name not in NOT_SHIPPED and not folder.name.startswith("."):
             yield from (str(path.relative_to(ROOT)) for path in folder.rglob("*.py"))
+            yield from (str(path.relative_to(ROOT)) for path in folder.rglob("presets/*.toml"))
 
 
 def _can_build() -> bool:

@@ -1,14 +1,19 @@
 """Plans: defaults, ranges, strict JSON and per-request trees."""
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eagle3.plans.plan import MAX_DRAFT_TOKENS, Plan, TreePlan
+from eagle3.plans.rules import widths_of, widths_up_to
 from eagle3.runtime.errors import PlanError
+
+GPU = {"backend": "tensorrt", "lowering": "portable", "dtype": "float16"}
 
 
 def test_defaults_are_a_valid_plan() -> None:
@@ -17,6 +22,10 @@ def test_defaults_are_a_valid_plan() -> None:
     assert plan.tree == TreePlan(draft_top_k=1, draft_depth=3, num_draft_tokens=3)
     assert (plan.dtype, plan.draft_weights) == ("float32", "same")
     assert (plan.lowering, plan.backend) == ("ort", "ort-cpu")
+    assert (plan.batch, plan.verify_widths) == (1, ())
+    assert (plan.target_weights, plan.kv_dtype) == ("same", "same")
+    assert (plan.compute_capability, plan.workspace_bytes) == (None, None)
+    assert plan.unbuilt == ()
 
 
 def test_a_plan_does_not_change() -> None:
@@ -44,6 +53,23 @@ def test_a_plan_does_not_change() -> None:
         ({"backend": "tpu"}, r"backend is 'tpu': choose one of ort-cpu"),
         ({"dtype": "bfloat16"}, r"dtype is bfloat16, which backend ort-cpu cannot run"),
         ({"tree": (1, 2, 3)}, r"tree is \(1, 2, 3\): give a TreePlan"),
+        ({"batch": 0}, r"batch is 0, allowed are 1 to 1024"),
+        ({"target_weights": "int4"}, r"target_weights is 'int4': choose one of same, int8"),
+        ({"kv_dtype": "int8"}, r"kv_dtype is 'int8': choose one of same, float32"),
+        ({**GPU, "lowering": "ort"}, r"lowering is ort, .* backend tensorrt .* choose portable"),
+        ({**GPU, "backend": "tensorrt-rtx", "lowering": "ort"}, r"backend tensorrt-rtx"),
+        ({**GPU, "compute_capability": 8.9}, r"compute_capability is 8.9: .*'8.9'"),
+        ({**GPU, "compute_capability": "sm89"}, r"compute_capability is 'sm89'"),
+        ({"compute_capability": "8.9"}, r"compute_capability is 8.9, .* ort-cpu compiles no plan"),
+        ({"workspace_bytes": 1 << 30}, r"workspace_bytes is 1073741824, .* ort-cpu compiles no"),
+        ({**GPU, "workspace_bytes": 0}, r"workspace_bytes is 0, allowed are 1 to"),
+        ({"verify_widths": (1, 65)}, r"verify_widths is \[1, 65\], but backend ort-cpu pads"),
+        ({**GPU, "verify_widths": 65}, r"verify_widths is 65: give a list of integers"),
+        ({**GPU, "verify_widths": [1, 65.0]}, r"verify_widths is \[1, 65.0\]: give a list"),
+        ({**GPU, "verify_widths": [0, 65]}, r"verify_widths is \[0, 65\]: each must be above"),
+        ({**GPU, "verify_widths": [8, 8, 65]}, r"each must be above the last"),
+        ({**GPU, "verify_widths": [1, 64]}, r"end at 64, .* may have 65 rows, .* add 65"),
+        ({**GPU, "verify_widths": [1, 4096]}, r"end at 4096, more than max_seq_len 2048"),
     ],
 )
 def test_a_contradiction_is_named(values: dict[str, Any], message: str) -> None:
@@ -105,6 +131,58 @@ def test_numpys_other_values_are_refused(value: Any) -> None:
 def test_json_round_trip() -> None:
     plan = Plan(max_seq_len=512, tree=TreePlan(4, 4, 10), dtype="float16", lowering="portable")
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_json_round_trip_of_a_gpu_plan() -> None:
+    plan = Plan(
+        **GPU,  # type: ignore[arg-type]
+        verify_widths=[1, np.int64(16), 65],  # type: ignore[arg-type]
+        compute_capability="8.9",
+        workspace_bytes=1 << 30,
+    )
+    assert plan.verify_widths == (1, 16, 65)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt", "tensorrt-rtx"])
+def test_a_gpu_plan_resolves_to_widths_that_cover_every_tree(backend: str) -> None:
+    plan = Plan(lowering="portable", dtype="float16", backend=backend, max_draft_tokens=40)
+    resolved = plan.resolved()
+    assert plan.verify_widths == () and plan.kv_dtype == "same"  # a new object
+    assert resolved.verify_widths == (1, 8, 16, 32, 41)
+    assert resolved.kv_dtype == "float16"
+    assert resolved.resolved() == resolved
+
+
+@given(st.integers(1, 1024))
+def test_widths_cover_one_row_to_all(rows: int) -> None:
+    widths = widths_up_to(rows)
+    assert widths[0] == 1 and widths[-1] == rows
+    assert widths_of(widths, rows, 1 << 20) == widths  # what a plan asks of its own
+
+
+def test_a_cpu_plan_resolves_to_calls_of_any_width() -> None:
+    assert Plan().resolved() == replace(Plan(), kv_dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"batch": 4}, "batch is 4"),
+        ({"target_weights": "int8"}, "target_weights is int8"),
+        ({"kv_dtype": "float16"}, "kv_dtype is float16, .* float32"),
+    ],
+)
+def test_what_nothing_builds_may_be_planned_but_says_so(
+    values: dict[str, Any], message: str
+) -> None:
+    plan = Plan(**values)
+    assert len(plan.unbuilt) == 1
+    with pytest.raises(PlanError, match=message):
+        plan.require_built()
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(plan.to_json())  # no bundle can claim to have it
+    Plan(kv_dtype="float32").require_built()  # the same as "same"
 
 
 def test_json_is_strict() -> None:

@@ -1,0 +1,238 @@
+"""How many bytes a target and a head take under a plan, and whether a device has them.
+
+With B batch, S cache slots, N rows of the widest call, I intermediate size, item bytes a number:
+
+    weights      parameters * item; in int8, 1 byte and a float32 scale for each block of rows
+    KV           B * S * 2 * L * kv_heads * head_dim * item
+    activations  B * N * (4 d + 2 I + (heads + 2 kv_heads) * head_dim + features) * item
+                 + B * N * S * item for the mask, + B * heads * N * S * 4 where scores are written
+                 + B * M * V * 4 of logits; N is 1 layer's, as layers follow each other
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from eagle3.plans.device import Device
+from eagle3.plans.model import Attention, DraftFacts, TargetFacts
+from eagle3.plans.plan import Plan
+from eagle3.plans.rules import TENSORRT_BACKENDS
+from eagle3.runtime.errors import PlanError
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_INT8_BLOCKS = (128, 64, 32)  # rows that share a scale, the largest that divides d: export's rule
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, each line of them once; `files` are on disk and not part of the total."""
+
+    target_weights: int
+    draft_weights: int
+    draft_copies: int
+    """The target's embedding, and an lm_head that is the target's, once more: on a GPU the draft's
+    engine has its own. On the CPU both map one file."""
+    target_kv: int
+    draft_kv: int
+    target_activations: int
+    draft_activations: int
+    target_file: int
+    draft_file: int
+
+    @property
+    def weights(self) -> int:
+        return self.target_weights + self.draft_weights + self.draft_copies
+
+    @property
+    def kv(self) -> int:
+        return self.target_kv + self.draft_kv
+
+    @property
+    def activations(self) -> int:
+        return self.target_activations + self.draft_activations
+
+    @property
+    def total(self) -> int:
+        """That the device must have."""
+        return self.weights + self.kv + self.activations
+
+    def to_json(self) -> dict[str, int]:
+        """Every line in bytes, and the total."""
+        return {**asdict(self), "total": self.total}
+
+
+def matrix_bytes(parameters: float, stored: str, dtype: str, hidden_size: int) -> float:
+    """Of `parameters` of matrices. stored: "same" as dtype, or "int8"."""
+    if stored == "same":
+        return parameters * ITEM_BYTES[dtype]
+    block = next((each for each in _INT8_BLOCKS if hidden_size % each == 0), _INT8_BLOCKS[-1])
+    return parameters * (1 + _SCALE_BYTES / block)
+
+
+def kv_bytes_per_token(attention: Attention, plan: Plan) -> int:
+    """Of one token of one sequence, all layers, keys and values."""
+    return attention.kv_values_per_token * ITEM_BYTES[plan.resolved().kv_dtype]
+
+
+def memory(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> Memory:
+    """What the engines of a plan hold on the device, with all buffers made once."""
+    weights = _target_weights(target, plan)
+    own, copies = _draft_weights(target, draft, plan)
+    return Memory(
+        target_weights=weights,
+        draft_weights=own,
+        draft_copies=copies,
+        target_kv=plan.batch * plan.cache_capacity * kv_bytes_per_token(target.attention, plan),
+        draft_kv=_draft_kv(draft, plan),
+        target_activations=_target_activations(target, draft, plan),
+        draft_activations=_draft_activations(draft, plan),
+        target_file=weights,
+        draft_file=own + copies,
+    )
+
+
+def check_fit(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device) -> Memory:
+    """`memory`, if the device has it. Raises PlanError with both numbers and what would fit."""
+    needed = memory(target, draft, plan)
+    if needed.total <= device.usable_bytes:
+        return needed
+    parts = (
+        f"weights {size_text(needed.weights)}, KV {size_text(needed.kv)}, activations"
+        f" {size_text(needed.activations)}"
+    )
+    has = (
+        f"{size_text(device.usable_bytes)}: {size_text(device.memory_bytes)} less"
+        f" {size_text(device.reserved_bytes)} reserved"
+    )
+    raise PlanError(
+        f"{target.name} under this plan needs {size_text(needed.total)} ({parts}), {device.name}"
+        f" has {has}; {_what_fits(target, draft, plan, device)}"
+    )
+
+
+def longest_context(
+    target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device
+) -> int | None:
+    """The largest max_seq_len, up to the plan's own, that fits the device; None where none does."""
+    low, high = _shortest(plan), plan.max_seq_len
+    if not _fits(target, draft, _with_context(plan, low), device):
+        return None
+    while low < high:  # memory grows with the context: bisect
+        middle = (low + high + 1) // 2
+        if _fits(target, draft, _with_context(plan, middle), device):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _what_fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device) -> str:
+    """Each single change of the plan with which it would fit, in words."""
+    ways = []
+    shorter = longest_context(target, draft, plan, device)
+    if shorter is not None:
+        ways.append(f"max_seq_len {shorter} or less would fit")
+    changes: list[dict[str, Any]] = [{"target_weights": "int8"}]
+    if draft is not None:
+        changes.insert(0, {"draft_weights": "int8"})
+    if plan.dtype == "float32" and "float16" in device.peak_flops:
+        changes.append({"dtype": "float16"})
+    for change in changes:
+        other = replace(plan, **change)
+        if _fits(target, draft, other, device):
+            ((name, value),) = change.items()
+            ways.append(f"{name} {value} would{', but is not built yet' if other.unbuilt else ''}")
+    if draft is not None and _fits(target, None, plan, device):
+        ways.append("the target without a draft would")
+    return ", ".join(ways) or (
+        "no shorter context and no int8 weights would help: take a smaller target or a larger"
+        " device"
+    )
+
+
+def _fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device) -> bool:
+    return memory(target, draft, plan).total <= device.usable_bytes
+
+
+def _shortest(plan: Plan) -> int:
+    """The smallest context that still holds the widest verification."""
+    return max(2, plan.max_draft_tokens + 1, *plan.verify_widths)
+
+
+def _with_context(plan: Plan, max_seq_len: int) -> Plan:
+    chunk = min(plan.prefill_chunk, max_seq_len)
+    return replace(plan, max_seq_len=max_seq_len, prefill_chunk=chunk)
+
+
+def _target_weights(target: TargetFacts, plan: Plan) -> int:
+    """Layers as `target_weights` says; so is an untied lm_head, while a table is never int8."""
+    heads = 0 if target.tied else target.embedding_parameters
+    matrices = target.layer_parameters + heads
+    rest = target.num_parameters - matrices
+    stored = matrix_bytes(matrices, plan.target_weights, plan.dtype, target.hidden_size)
+    return round(stored + rest * ITEM_BYTES[plan.dtype])
+
+
+def _draft_weights(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> tuple[int, int]:
+    """The head's own, and what of the target its engine holds again."""
+    if draft is None:
+        return 0, 0
+    own = matrix_bytes(draft.num_parameters, plan.draft_weights, plan.dtype, draft.hidden_size)
+    if plan.backend == "ort-cpu":
+        return round(own), 0
+    copies = target.embedding_parameters * ITEM_BYTES[plan.dtype]
+    if not draft.own_lm_head and not target.tied:
+        copies *= 2
+    return round(own), copies
+
+
+def _draft_kv(draft: DraftFacts | None, plan: Plan) -> int:
+    if draft is None:
+        return 0
+    return plan.batch * plan.draft_capacity * kv_bytes_per_token(draft.attention, plan)
+
+
+def _widest_verification(plan: Plan) -> int:
+    return max(plan.max_draft_tokens + 1, *plan.resolved().verify_widths, 1)
+
+
+def _target_activations(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> int:
+    verified = _widest_verification(plan)
+    rows = max(plan.prefill_chunk, verified)
+    features = draft.feature_size if draft is not None else 0
+    width = 4 * target.hidden_size + 2 * target.intermediate_size + features
+    layer = _layer_bytes(target.attention, width, rows, plan.cache_capacity, plan)
+    return plan.batch * (layer + verified * target.vocab_size * 4)
+
+
+def _draft_activations(draft: DraftFacts | None, plan: Plan) -> int:
+    if draft is None:
+        return 0
+    rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
+    width = 4 * draft.hidden_size + 2 * draft.intermediate_size + draft.feature_size
+    layer = _layer_bytes(draft.attention, width, rows, plan.draft_capacity, plan)
+    return plan.batch * (layer + plan.tree.top_k_in_use * draft.draft_vocab_size * 4)
+
+
+def _layer_bytes(attention: Attention, width: int, rows: int, slots: int, plan: Plan) -> int:
+    """Scratch memory of one layer for one sequence."""
+    projected = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    values = rows * (width + projected) + rows * slots
+    scores = attention.num_heads * rows * slots * 4 if _writes_scores(plan) else 0
+    return values * ITEM_BYTES[plan.dtype] + scores
+
+
+def _writes_scores(plan: Plan) -> bool:
+    """Attention is fused, scores never in memory, in TensorRT and in ONNX Runtime's CUDA `ort`."""
+    fused = plan.backend in TENSORRT_BACKENDS or (plan.backend, plan.lowering) == (
+        "ort-cuda",
+        "ort",
+    )
+    return not fused
+
+
+def size_text(size: float) -> str:
+    """Bytes in words, 1 GB = 10^9 bytes."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

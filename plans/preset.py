@@ -1,0 +1,146 @@
+"""Presets, and plan files of one's own: a device and a plan for it, in TOML.
+
+    [device]                 # numbers of plans/device.py; or: device = "l4", a preset's device
+    name = "..."
+    [plan]                   # fields of plans/plan.py; what is left out keeps its default
+    [plan.tree]
+
+Every key is known or an error; a file is never read halfway.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from eagle3.plans.device import Device
+from eagle3.plans.plan import Plan, TreePlan
+from eagle3.runtime.errors import PlanError
+
+_SUFFIX = ".toml"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A plan and the device it is for. text: the TOML it was read from, comments included.
+
+    Raises PlanError for a plan that is for another device.
+    """
+
+    name: str
+    device: Device
+    plan: Plan
+    text: str
+
+    def __post_init__(self) -> None:
+        wanted, has = self.plan.compute_capability, self.device.compute_capability
+        if wanted is not None and wanted != has:
+            raise PlanError(
+                f"plan.compute_capability is {wanted}, but {self.device.name} has {has or 'none'}:"
+                " a plan file runs on the GPU generation it was built for"
+            )
+        if self.plan.backend != "ort-cpu" and has is None:
+            raise PlanError(
+                f"plan.backend is {self.plan.backend}, but {self.device.name} names no"
+                " compute_capability, so it is no NVIDIA GPU: choose ort-cpu, or add it"
+            )
+
+    @property
+    def summary(self) -> str:
+        """Device and backend in a line."""
+        device = self.device
+        return (
+            f"{device.name}: {device.memory_bytes / 1e9:g} GB,"
+            f" {device.bandwidth_bytes_per_s / 1e9:g} GB/s; {self.plan.backend} in"
+            f" {self.plan.dtype}, up to {self.plan.max_draft_tokens} draft tokens"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Device and plan as a JSON object."""
+        return {"device": asdict(self.device), "plan": self.plan.to_json()}
+
+
+def preset_names() -> list[str]:
+    """Of the presets that come with the package, ascending."""
+    found = (path.name for path in _folder().iterdir())
+    return sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
+
+
+def load_preset(name_or_path: str) -> Preset:
+    """A preset by its name, or a TOML file by its path, which ends in .toml.
+
+    Raises PlanError for one that is not there, cannot be read, or says something unknown.
+    """
+    if name_or_path.endswith(_SUFFIX):
+        return _read(Path(name_or_path), Path(name_or_path).stem, name_or_path)
+    if name_or_path not in preset_names():
+        raise PlanError(
+            f"there is no preset {name_or_path!r}: choose one of {', '.join(preset_names())},"
+            " or give a file that ends in .toml"
+        )
+    return _read(_folder() / f"{name_or_path}{_SUFFIX}", name_or_path, f"preset {name_or_path}")
+
+
+def _folder() -> Traversable:
+    return files("eagle3.plans") / "presets"
+
+
+def _read(file: Traversable, name: str, where: str) -> Preset:
+    try:
+        text = file.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
+    except OSError as error:
+        raise PlanError(f"{where} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlanError(f"{where} is not TOML: {error}") from error
+    try:
+        _refuse_unknown(data, ("device", "plan"), "the file")
+        return Preset(name, _device(data.get("device")), _plan(data.get("plan", {})), text)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def _device(data: object) -> Device:
+    if isinstance(data, str):
+        return load_preset(data).device
+    if data is None:
+        raise PlanError(
+            "device is missing: add a [device] table, or name a preset's, as device ="
+            f" {preset_names()[0]!r}"
+        )
+    return Device(**_fields(Device, data, "device"))
+
+
+def _plan(data: object) -> Plan:
+    values = _fields(Plan, data, "plan")
+    if "tree" in values:
+        values["tree"] = TreePlan(**_fields(TreePlan, values["tree"], "plan.tree"))
+    return Plan(**values)
+
+
+def _fields(cls: Any, data: object, where: str) -> dict[str, Any]:
+    """`data` as keyword arguments of the dataclass `cls`; those without a default must be there."""
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{where} is {data!r}: make it a table, [{where}]")
+    _refuse_unknown(data, tuple(each.name for each in fields(cls)), where)
+    needed = [
+        each.name
+        for each in fields(cls)
+        if each.default is MISSING and each.default_factory is MISSING and each.name not in data
+    ]
+    if needed:
+        raise PlanError(f"{where} lacks {', '.join(needed)}: add them")
+    return dict(data)
+
+
+def _refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    unknown = sorted(key for key in data if key not in known)
+    if unknown:
+        raise PlanError(
+            f"{where} has the unknown keys {', '.join(unknown)}; it knows {', '.join(known)}"
+        )

@@ -1,0 +1,222 @@
+"""What a round costs at best: every call takes as long as its bytes or its arithmetic.
+
+    bytes   weights of every matrix, once, + KV read and written + logits written
+    FLOPs   2 * parameters * tokens + 4 * L * heads * head_dim * tokens * keys
+    ms      max(bytes / bandwidth, FLOPs / peak): both at once, the lower bound
+    serial  bytes / bandwidth + FLOPs / peak: one after the other, as a small CPU does it
+
+Activations, launches and the host are left out. A speedup is a ratio of such numbers: it says what
+a plan can be worth; measuring says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from eagle3.plans.device import Device
+from eagle3.plans.memory import kv_bytes_per_token, matrix_bytes
+from eagle3.plans.model import Attention, DraftFacts, TargetFacts
+from eagle3.plans.plan import Plan
+from eagle3.runtime.errors import PlanError
+
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Call:
+    """One engine call: what it moves and computes, and how long each of the two takes, in ms."""
+
+    num_bytes: float
+    flops: float
+    memory_ms: float
+    compute_ms: float
+
+    @property
+    def ms(self) -> float:
+        """The longer of the two."""
+        return max(self.memory_ms, self.compute_ms)
+
+    @property
+    def serial_ms(self) -> float:
+        """The sum of the two."""
+        return self.memory_ms + self.compute_ms
+
+    @property
+    def bound(self) -> str:
+        """Which of the two it is: "memory" or "compute"."""
+        return "memory" if self.memory_ms >= self.compute_ms else "compute"
+
+
+@dataclass(frozen=True)
+class Round:
+    """Calls of one round, and of plain decoding beside it.
+
+    verify: rows of a call -> the call; 1 is plain decoding. verify_width: rows of this plan's
+    verification, padding included. draft: calls of the tree's growth, in order; empty without one.
+    """
+
+    context: int
+    verify: Mapping[int, Call]
+    verify_width: int
+    draft: tuple[Call, ...]
+
+    @property
+    def plain(self) -> Call:
+        """One token without a draft."""
+        return self.verify[1]
+
+    @property
+    def draft_ms(self) -> float:
+        return sum(call.ms for call in self.draft)
+
+    @property
+    def verify_ms(self) -> float:
+        return self.verify[self.verify_width].ms
+
+    @property
+    def round_ms(self) -> float:
+        """Drafting and verification, one after the other."""
+        return self.draft_ms + self.verify_ms
+
+    @property
+    def serial_round_ms(self) -> float:
+        """The same, with no call's bytes and arithmetic at once."""
+        drafting = sum(call.serial_ms for call in self.draft)
+        return drafting + self.verify[self.verify_width].serial_ms
+
+    @property
+    def break_even_tau(self) -> float:
+        """The acceptance length at which speculation costs what it saves."""
+        return self.round_ms / self.plain.ms
+
+    def speedup(self, tau: float) -> float:
+        """tau tokens a round against one a plain call, for as long as either lasts."""
+        return tau * self.plain.ms / self.round_ms
+
+    def serial_speedup(self, tau: float) -> float:
+        """`speedup` of serial times."""
+        return tau * self.plain.serial_ms / self.serial_round_ms
+
+
+def expected_round(
+    target: TargetFacts,
+    draft: DraftFacts | None,
+    plan: Plan,
+    device: Device,
+    context: int | None = None,
+) -> Round:
+    """The calls of a round with `context` tokens in the cache; None: 512, or half of max_seq_len.
+
+    Raises PlanError for a context that does not fit, or a dtype the device has no peak for.
+    """
+    plan = plan.resolved()
+    filled = _context(plan, context)
+    width = _verify_width(plan)
+    verify = {
+        rows: target_call(target, plan, device, rows, filled) for rows in _widths(plan, width)
+    }
+    growth = draft_growth(draft, plan, device, filled) if draft is not None else ()
+    return Round(filled, verify, width if draft is not None else 1, growth)
+
+
+def target_call(target: TargetFacts, plan: Plan, device: Device, rows: int, context: int) -> Call:
+    """The target on `rows` rows of each of B sequences, logits for all of them."""
+    tokens = plan.batch * rows
+    keys = _keys(plan, plan.cache_capacity, context + rows)
+    read, active = float(target.dense_parameters), float(target.dense_parameters)
+    if target.experts is not None:
+        read += target.experts.read_parameters(tokens)
+        active += target.experts.active_parameters
+    head = target.embedding_parameters  # the lm_head has its size, tied or not
+    head_stored = "same" if target.tied else plan.target_weights
+    weights = matrix_bytes(read, plan.target_weights, plan.dtype, target.hidden_size)
+    weights += matrix_bytes(head, head_stored, plan.dtype, target.hidden_size)
+    logits = tokens * target.vocab_size * _LOGIT_BYTES
+    products = 2.0 * tokens * (active + head)
+    return _call(plan, device, target.attention, rows, keys, weights + logits, products)
+
+
+def draft_growth(draft: DraftFacts, plan: Plan, device: Device, context: int) -> tuple[Call, ...]:
+    """The calls that grow a tree: the committed rows, then one frontier a level.
+
+    The first runs depth + 1 rows, the most that a round commits, through fc too.
+    """
+    depth = plan.tree.depth_in_use
+    first = _draft_call(draft, plan, device, depth + 1, 1, context, fuse=True)
+    if depth == 1:
+        return (first,)
+    rows = ceil(plan.tree.num_draft_rows / (depth - 1))
+    step = _draft_call(draft, plan, device, rows, rows, context, fuse=False)
+    return (first, *[step] * (depth - 1))
+
+
+def _draft_call(
+    draft: DraftFacts,
+    plan: Plan,
+    device: Device,
+    rows: int,
+    logit_rows: int,
+    context: int,
+    *,
+    fuse: bool,
+) -> Call:
+    keys = _keys(plan, plan.draft_capacity, context + rows)
+    layer = draft.step_parameters + (draft.fuse_parameters if fuse else 0)
+    read = layer + draft.lm_head_parameters
+    weights = matrix_bytes(read, plan.draft_weights, plan.dtype, draft.hidden_size)
+    logits = plan.batch * logit_rows * draft.draft_vocab_size * _LOGIT_BYTES
+    products = 2.0 * plan.batch * (rows * layer + logit_rows * draft.lm_head_parameters)
+    return _call(plan, device, draft.attention, rows, keys, weights + logits, products)
+
+
+def _call(
+    plan: Plan,
+    device: Device,
+    attention: Attention,
+    rows: int,
+    keys: int,
+    other_bytes: float,
+    products: float,
+) -> Call:
+    """Adds the cache, read for `keys` tokens and written for `rows`, and attention's products."""
+    cache = plan.batch * (keys + rows) * kv_bytes_per_token(attention, plan)
+    num_bytes = other_bytes + cache
+    flops = products + plan.batch * attention.flops(rows, keys)
+    return Call(
+        num_bytes,
+        flops,
+        memory_ms=1e3 * num_bytes / device.bandwidth_bytes_per_s,
+        compute_ms=1e3 * flops / device.flops_per_s(plan.dtype),
+    )
+
+
+def _keys(plan: Plan, capacity: int, filled: int) -> int:
+    """`portable` attention reads the whole static cache, masked; `ort` what is filled."""
+    return capacity if plan.lowering == "portable" else filled
+
+
+def _context(plan: Plan, context: int | None) -> int:
+    most = plan.max_seq_len - plan.max_draft_tokens - 1
+    if context is None:
+        return min(512, plan.max_seq_len // 2, most)
+    if not 0 <= context <= most:
+        raise PlanError(
+            f"context is {context}, allowed are 0 to {most}: max_seq_len {plan.max_seq_len} less"
+            f" the root and max_draft_tokens {plan.max_draft_tokens}"
+        )
+    return context
+
+
+def _verify_width(plan: Plan) -> int:
+    """Rows of the default tree's verification: the root and its nodes, padded to a bucket."""
+    nodes = min(plan.tree.num_draft_tokens, plan.tree.num_candidates)
+    return next((w for w in plan.verify_widths if w > nodes), nodes + 1)
+
+
+def _widths(plan: Plan, width: int) -> list[int]:
+    """Rows to show: plain decoding, the tree's, the plan's buckets or the powers of two."""
+    most = plan.max_draft_tokens + 1
+    widths = plan.verify_widths or tuple(2**i for i in range(most.bit_length()) if 2**i < most)
+    return sorted({1, width, most, *widths})
