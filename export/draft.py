@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 
 from eagle3.export.attention import Lowering
-from eagle3.export.head_config import Head
+from eagle3.export.heads import Head
 from eagle3.export.head_graph import DraftGraph, Eagle1Head, EagleHead, FuseGraph
 from eagle3.export.onnx_graph import trace
 from eagle3.export.target import caches
@@ -26,7 +26,7 @@ def trace_draft_engines(
 ) -> dict[str, ir.Model]:
     """Engine name -> model; which engines there are is the runtime's DRAFT_ENGINES.
 
-    embedding [V,d]: the target's. capacity: slots of the draft's cache. may_tie: an lm_head that is
+    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. may_tie: an lm_head that is
     the embedding stays one tensor in the graph. Raises UnsupportedModel.
     """
     is_tied = module.lm_head.weight.data_ptr() == embedding.data_ptr()
