@@ -31,7 +31,7 @@ class Values:
     def given(self, key: str) -> dict[str, Any]:
         """{key: value} of the config, empty where it is absent or null."""
         found = [level[key] for level in self._levels if level.get(key) is not None]
-        if any(value != found[0] for value in found):
+        if any(value != found[0] for value in found[1:]):
             raise CheckpointError(f"the head's config has {key} twice: {found[0]!r}, {found[1]!r}")
         return {key: found[0]} if found else {}
 
