@@ -22,8 +22,6 @@ import onnx_ir as ir
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import SelfCheck, check_bundle
 from eagle3.export.draft import trace_draft_engines
-from eagle3.export.heads import Head, TargetFacts, parse_assumptions, read_head
-from eagle3.export.heads.files import head_folder, read_config
 from eagle3.export.head_graph import (
     Eagle1Head,
     EagleHead,
@@ -31,6 +29,8 @@ from eagle3.export.head_graph import (
     build_head,
     embedding_table,
 )
+from eagle3.export.heads import Head, TargetFacts, parse_assumptions, read_head
+from eagle3.export.heads.files import head_folder, read_config
 from eagle3.export.onnx_graph import save
 from eagle3.export.target import DTYPES, Target, lm_head_weight, load_target, trace_target
 from eagle3.export.tokenizer import write_tokenizer
@@ -233,9 +233,7 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
     if parts.head is None or parts.head_module is None:
         return
     report("tracing the draft head")
-    table = embedding_table(
-        parts.head, parts.target.model.get_input_embeddings().weight.detach()
-    )
+    table = embedding_table(parts.head, parts.target.model.get_input_embeddings().weight.detach())
     is_int8 = plan.draft_weights == "int8"
     graphs = trace_draft_engines(
         parts.head, parts.head_module, table, lowering, plan.draft_capacity, may_tie=not is_int8

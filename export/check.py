@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle3.export.heads import Head
 from eagle3.export.head_graph import Eagle1Head, EagleHead, embedding_table
+from eagle3.export.heads import Head
 from eagle3.export.target import Target
 from eagle3.export.texts import PROMPTS, TEXT
 from eagle3.export.weights import block_int8, int8_block
@@ -248,9 +248,7 @@ class _DraftPath:
     table [V,d]: the embedding that it reads.
     """
 
-    def __init__(
-        self, module: _AnyHead, reference: _Reference, count: int, table: Tensor
-    ) -> None:
+    def __init__(self, module: _AnyHead, reference: _Reference, count: int, table: Tensor) -> None:
         assert reference.features is not None
         self._module, self._count = module, count
         self._features = torch.from_numpy(reference.features[:count])[None].to(module.fc.weight)

@@ -56,8 +56,12 @@ class _Attention(nn.Module):
         d, bias = config.hidden_size, config.attention_bias
         wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         normed = config.qk_norm
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        self.q_norm = (
+            LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        )
+        self.k_norm = (
+            LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        )
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(width, wide, bias=bias)
         self.k_proj = nn.Linear(width, narrow, bias=bias)

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from eagle3.export.build import ExportRequest, export_bundle
+from eagle3.export.head_graph import build_head, embedding_table
 from eagle3.export.heads import TargetFacts, read_head
 from eagle3.export.heads.files import head_folder
-from eagle3.export.head_graph import build_head, embedding_table
 from eagle3.export.target import load_target
 from eagle3.runtime.engine import Engine, load
 from eagle3.runtime.errors import DataError, PromptTooLong

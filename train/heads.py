@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3 import __version__
-from eagle3.export.heads import HeadConfig
 from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.heads import HeadConfig
 from eagle3.runtime.errors import TrainingError
 from eagle3.train.config import Recipe
 

@@ -127,28 +127,19 @@ class Dialect:
             )
         return layer
 
-    def levels(
-        self, raw: Mapping[str, Any], ignored: frozenset[str]
-    ) -> list[tuple[Mapping[str, Any], frozenset[str]]]:
-        """The objects of a config that hold keys, each with those that are read there.
-
-        ignored: keys that the user wants passed over; they are left out.
-        """
+    def levels(self, raw: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], frozenset[str]]]:
+        """The objects of a config that hold keys, each with those that are read there."""
         top = self.head_keys | _HOLDERS | (frozenset() if self.nested else LAYER_KEYS)
         found = [(raw, top), (mapping(raw, "eagle_config"), self.eagle_keys)]
         if self.nested:
             found.append((self.layer_config(raw), LAYER_KEYS))
-        return [
-            ({k: v for k, v in level.items() if k not in ignored}, keys) for level, keys in found
-        ]
+        return found
 
-    def check_keys(self, raw: Mapping[str, Any], ignored: frozenset[str]) -> None:
-        """Raises CheckpointError naming every key that is not read and may change what is computed;
-        ignored: as in `levels`.
-        """
+    def check_keys(self, raw: Mapping[str, Any]) -> None:
+        """Raises CheckpointError naming every key that is not read and may change the result."""
         foreign = [
             f"{key} = {value!r:.60}"
-            for level, read in self.levels(raw, ignored)
+            for level, read in self.levels(raw)
             for key, value in level.items()
             if key not in read | _HARMLESS and not _is_neutral(key, value, level)
         ]
@@ -161,7 +152,7 @@ class Dialect:
 
 
 def _is_neutral(key: str, value: Any, level: Mapping[str, Any]) -> bool:
-    if value in _OFF or value in _NEUTRAL.get(key, ()):
+    if value in _NEUTRAL.get(key, _OFF) or value is None:
         return True
     unused = level.get("use_sliding_window") is False  # Qwen's way to say "no window"
     if key == "tie_word_embeddings":  # the target's, in a nested layer's config

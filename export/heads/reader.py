@@ -64,11 +64,12 @@ def _read(
     aux_layer_ids: Sequence[int] | None,
     given: Mapping[str, str],
 ) -> Head:
-    assume, raw = Assumptions(given), checkpoint.raw
+    assume = Assumptions(given)
     dialect, known_by = recognise(checkpoint, assume)
-    dialect.check_keys(raw, assume.ignored())
+    raw = _without(checkpoint.raw, assume.ignored())
+    dialect.check_keys(raw)
     layer = dialect.layer_config(raw)
-    levels = dialect.levels(raw, assume.ignored())
+    levels = dialect.levels(raw)
     values = Values([{k: v for k, v in each.items() if k in keys} for each, keys in levels], assume)
     values.note("dialect", known_by.value, known_by.source)
     if assume.ignored():
@@ -99,6 +100,24 @@ def _read(
     official = _official_names(weights)
     flag = None if aux_layer_ids is None else tuple(aux_layer_ids)
     return Head(config, official, ids, checkpoint, target, flag, dict(given))
+
+
+def _without(raw: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
+    """The config less the keys that the user wants passed over, wherever they stand in it.
+
+    Raises CheckpointError for one that stands nowhere.
+    """
+    found: set[str] = set()
+
+    def strip(level: Mapping[str, Any]) -> dict[str, Any]:
+        found.update(ignored.intersection(level))
+        kept = {key: value for key, value in level.items() if key not in ignored}
+        return {k: strip(v) if isinstance(v, Mapping) else v for k, v in kept.items()}
+
+    stripped = strip(raw)
+    if absent := sorted(ignored - found):
+        raise CheckpointError(f"--assume ignore: the head's config has no {', '.join(absent)}")
+    return stripped
 
 
 def _config(
@@ -156,7 +175,7 @@ def _hidden_act(values: Values) -> str:
 
 
 def _rope(values: Values, layer: Mapping[str, Any]) -> dict[str, Any]:
-    parameters, names_theta = rope(layer, values.assume.ignored())
+    parameters, names_theta = rope(layer)
     source = CONFIG if names_theta else f"{DEFAULT} (rope_theta)"
     if (theta := values.assume.take("rope_theta")) is not None:
         parameters["rope_theta"] = fields.number({"rope_theta": float(theta)}, "rope_theta")

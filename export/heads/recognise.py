@@ -10,7 +10,7 @@ from eagle3.export.heads.description import Resolved
 from eagle3.export.heads.dialect import Dialect
 from eagle3.export.heads.eagle1 import EAGLE1
 from eagle3.export.heads.files import Checkpoint
-from eagle3.export.heads.official import OFFICIAL
+from eagle3.export.heads.official import EAGLE_KEYS, OFFICIAL
 from eagle3.runtime.errors import CheckpointError
 
 _EAGLE3 = {
@@ -36,7 +36,7 @@ def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Res
         return EAGLE1, Resolved(EAGLE1.name, "tensors")
     assumed = assume.take("dialect")
     if assumed is not None:
-        dialect, source = replace(_EAGLE3[assumed], nested=is_nested), "flag"
+        dialect, source = _wherever(_EAGLE3[assumed], is_nested), "flag"
     elif is_nested:
         dialect, source = speculators.SPECULATORS, "config (transformer_layer_config)"
     elif not has_midlayer:
@@ -50,6 +50,12 @@ def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Res
     else:
         dialect, source = OFFICIAL, "tensors"
     return dialect, Resolved(dialect.name, source)
+
+
+def _wherever(dialect: Dialect, is_nested: bool) -> Dialect:
+    """The dialect's conventions for a config that is laid out as another's."""
+    head_keys = dialect.head_keys | speculators.SPECULATORS.head_keys
+    return replace(dialect, nested=is_nested, head_keys=head_keys, eagle_keys=EAGLE_KEYS)
 
 
 def _is_nested(checkpoint: Checkpoint) -> bool:

@@ -27,19 +27,19 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def rope(layer: Mapping[str, Any], ignored: frozenset[str]) -> tuple[dict[str, Any], bool]:
+def rope(layer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """RoPE parameters as transformers reads them (`rope_type`, `rope_theta`, scaling factors), and
     whether the config names the theta.
 
     layer: the decoder layer's keys, in the older form (`rope_theta`, `rope_scaling`) or the newer
-    (`rope_parameters`). ignored: keys to pass over. Raises CheckpointError for a type that one table
-    cannot express, a value out of range, or a key that is not understood.
+    (`rope_parameters`). Raises CheckpointError for a type that one table cannot express, a value
+    out of range, or a key that is not understood.
     """
     scaling = _scaling(layer)
     kind = _kind(scaling)
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
     known |= {*_NEEDED[kind], *_OPTIONAL.get(kind, ()), *(["truncate"] if kind == "yarn" else [])}
-    foreign = sorted(set(scaling) - known - ignored)
+    foreign = sorted(set(scaling) - known)
     if foreign:
         raise CheckpointError(
             f"the head's RoPE of type '{kind}' has {', '.join(foreign)}, which is not understood; "

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import eagle3
 from eagle3.export.check import INT8_TOLERANCE, relative_error
-from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.head_graph import build_eagle1_head
+from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.target import lm_head_weight, load_target
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.describe import description_lines

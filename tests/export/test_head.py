@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.runtime.errors import CheckpointError
 
 FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)

@@ -13,8 +13,8 @@ import torch
 
 import eagle3
 from eagle3.export.check import _DraftPath
-from eagle3.export.heads import TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.runtime.drafters import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.tree import Tree
