@@ -27,8 +27,8 @@ def trace_draft_engines(
 ) -> dict[str, ir.Model]:
     """Engine name -> model; which engines there are is the runtime's DRAFT_ENGINES.
 
-    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. may_tie: an lm_head that is
-    the embedding stays one tensor in the graph. Raises UnsupportedModel.
+    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. may_tie:
+    an lm_head that is the embedding stays one tensor in the graph. Raises UnsupportedModel.
     """
     if lowering.fuses and head.config.head_dim % 8:
         raise UnsupportedModel(

@@ -36,10 +36,11 @@ class HeadConfig:
     method: "eagle3" or "eagle1". attention_bias: q, k, v and o have biases; qkv_bias: all but o.
     aux_layer_ids: hidden_states indices, low to high; index L, of a target of L layers, is the
     final hidden after the target's last norm, and all that an EAGLE-1/2 head reads. norm_output:
-    the hidden that is fed back is normed. fc_bias: fc has one (EAGLE-1/2 only). target_hidden_size:
-    D where it is not d. norm_before_residual: the residual is the normed hidden. norm_before_fc: one
-    norm over the fused features; fc_norm: one for each. qk_norm: queries and keys are normed before
-    RoPE. own_embedding: tokens are looked up in the head's table [V,d], not in the target's.
+    the hidden that is fed back is normed. fc_bias: fc has one (EAGLE-1/2 only).
+    target_hidden_size: D where it is not d. norm_before_residual: the residual is the normed
+    hidden. norm_before_fc: one norm over the fused features; fc_norm: one for each. qk_norm:
+    queries and keys are normed before RoPE. own_embedding: tokens are looked up in the head's table
+    [V,d], not in the target's.
     """
 
     hidden_size: int

@@ -97,8 +97,8 @@ class Dialect:
     """One way of writing a head down.
 
     name: as the manifest says it. method: "eagle3" or "eagle1". layer_ids: what a stored layer id
-    counts, "outputs" (one less than the hidden_states index) or "inputs" (the index itself). nested:
-    the layer's keys stand in `transformer_layer_config`. norm_before_residual: the default.
+    counts, "outputs" (one less than the hidden_states index) or "inputs" (the index itself).
+    nested: the layer's keys stand in `transformer_layer_config`. norm_before_residual: the default.
     head_keys: keys read beside the layer's. eagle_keys: keys read in `eagle_config`. ambiguous: key
     -> what it may mean; refused where it is there, unless the user decides. model_types: those that
     are understood, where they select the layer's code.
@@ -134,6 +134,10 @@ class Dialect:
         if self.nested:
             found.append((self.layer_config(raw), LAYER_KEYS))
         return found
+
+    def read_keys(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The same objects, with nothing else in them."""
+        return [{k: v for k, v in each.items() if k in keys} for each, keys in self.levels(raw)]
 
     def check_keys(self, raw: Mapping[str, Any]) -> None:
         """Raises CheckpointError naming every key that is not read and may change the result."""

@@ -21,7 +21,7 @@ def embedding_is_own(
     """Whether tokens are looked up in the head's own table [V,d], not in the target's [V,D].
 
     Only where its width is its own, or the user says so: some heads carry a copy, some a random
-    table that was never trained. Raises CheckpointError for one that was trained, where nobody says.
+    table that was never used. Raises CheckpointError for one that was trained, if nobody says so.
     """
     own = weights.get(OWN_EMBEDDING)
     if config.method == "eagle3" and config.hidden_size != config.target_width:
@@ -63,12 +63,15 @@ def _compared(own: Tensor, target: TargetFacts) -> str:
 def with_lm_head(
     config: HeadConfig, values: Values, weights: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The weights with the lm_head [Vd,d] that the head computes with.
+    """The weights with the lm_head [Vd,d] that the head computes with; EAGLE-1/2 has none.
 
     `tie_word_embeddings` means something only over the whole vocabulary and beside an embedding;
     many configs inherit it from their target's. Raises CheckpointError where it contradicts an
     lm_head that is there.
     """
+    if config.method == "eagle1":
+        values.note("lm_head", "the target's", DEFAULT)
+        return weights
     tied = boolean(values.given("tie_word_embeddings"), "tie_word_embeddings")
     own, table = weights.get(LM_HEAD), weights.get(OWN_EMBEDDING)
     could_tie = table is not None and config.draft_vocab_size == config.vocab_size
