@@ -92,6 +92,8 @@ def export_bundle(
     """
     _check_output(request)
     parse_assumptions(request.assume)
+    if request.draft is None and request.assume:
+        raise ExportError("--assume says how to read a draft head, and there is none: leave it out")
     if request.draft is not None:
         read_config(head_folder(request.draft))  # a wrong one is said before the long work
     report(f"loading target {request.target}")

@@ -49,6 +49,7 @@ EAGLE3_KEYS = frozenset(
 # Keys that say nothing about what the head computes.
 _HARMLESS = frozenset(
     {
+        "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
         "attention_dropout",
@@ -75,12 +76,9 @@ _HARMLESS = frozenset(
 )
 # Switches whose value is the one that every head here is computed with.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "hidden_activation": ("silu",),
     "is_causal": (True,),
-    "layer_types": (["full_attention"],),
     "logit_scale": (1,),
     "next_layer_regular": (True,),
-    "num_nextn_predict_layers": (1,),
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
@@ -158,7 +156,11 @@ class Dialect:
 def _is_neutral(key: str, value: Any, level: Mapping[str, Any]) -> bool:
     if value in _NEUTRAL.get(key, _OFF) or value is None:
         return True
-    unused = level.get("use_sliding_window") is False  # Qwen's way to say "no window"
+    kinds = level.get("layer_types")
+    all_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if key == "layer_types":
+        return all_full
     if key == "tie_word_embeddings":  # the target's, in a nested layer's config
         return True
-    return key == "sliding_window" and (unused or level.get("layer_types") == ["full_attention"])
+    unused = level.get("use_sliding_window") is False  # Qwen's way to say "no window"
+    return key == "sliding_window" and (unused or all_full)

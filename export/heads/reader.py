@@ -46,11 +46,17 @@ def reread(
 ) -> Head:
     """The same checkpoint under another reading, from memory: weights are shared, not copied.
 
-    What is not given here stays as it was given when `head` was read. Raises CheckpointError where
-    the checkpoint cannot be read so.
+    What is not given here stays as it was given when `head` was read; of aux_layer_ids and
+    layer_ids, the one that is given replaces the other. Raises CheckpointError where the checkpoint
+    cannot be read so.
     """
-    layers = head.aux_layer_ids if aux_layer_ids is None else tuple(aux_layer_ids)
-    return _read(head.checkpoint, head.target, layers, {**head.assume, **(assume or {})})
+    given, layers = {**head.assume, **(assume or {})}, head.aux_layer_ids
+    if aux_layer_ids is not None:
+        layers = tuple(aux_layer_ids)
+        given.pop("layer_ids", None)
+    elif "layer_ids" in (assume or {}):
+        layers = None
+    return _read(head.checkpoint, head.target, layers, given)
 
 
 def _read(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from eagle3.export.heads import specforge, speculators
 from eagle3.export.heads.assume import Assumptions
@@ -45,7 +47,7 @@ def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Res
             "no transformer_layer_config, so that defaults and layer ids could be of any dialect: "
             f"say which with --assume dialect={'|'.join(_EAGLE3)}"
         )
-    elif specforge.ARCHITECTURE in (raw.get("architectures") or ()) and not _is_own(raw):
+    elif _names(raw, specforge.ARCHITECTURE) and not _is_own(raw):
         dialect, source = specforge.SPECFORGE, "config (architectures)"
     else:
         dialect, source = OFFICIAL, "tensors"
@@ -75,8 +77,11 @@ def _is_nested(checkpoint: Checkpoint) -> bool:
     return raw.get("transformer_layer_config") is not None
 
 
-def _is_own(raw: object) -> bool:
-    """A head of this project's training: the official layout under the architecture that SGLang
-    wants to see.
-    """
-    return isinstance(raw, dict) and str(raw.get("trained_by", "")).startswith("eagle3 ")
+def _names(raw: Mapping[str, Any], architecture: str) -> bool:
+    named = raw.get("architectures")
+    return isinstance(named, list) and architecture in named
+
+
+def _is_own(raw: Mapping[str, Any]) -> bool:
+    """Trained by this project: the official layout, under the architecture that SGLang asks for."""
+    return str(raw.get("trained_by", "")).startswith("eagle3 ")

@@ -230,7 +230,8 @@ def test_it_is_recognised_and_its_defaults_are_recorded(head: Checkpoint) -> Non
     assert "target's" in config.conventions["embedding"].value
     assert config.conventions["lm_head"].value == "the target's"
     del head.weights["embed_tokens.weight"]
-    assert "embedding" not in head.read().config.conventions
+    config = head.read().config
+    assert config.conventions["embedding"].value == "the target's" and not config.own_embedding
 
 
 def test_its_layer_counts_outputs_too(head: Checkpoint) -> None:
@@ -251,7 +252,7 @@ def test_its_layer_counts_outputs_too(head: Checkpoint) -> None:
 def test_a_missing_tensor_is_named(head: Checkpoint, name: str) -> None:
     del head.weights[name]
     message = head.refusal()
-    assert f"missing ['{name}']" in message and "EAGLE-1/2 layout" in message
+    assert f"missing ['{name}']" in message and "dialect eagle1-official" in message
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "layers.0.input_layernorm.weight", "d2t"])

@@ -90,6 +90,10 @@ def test_the_command_line_says_it_and_the_bundle_remembers(
     result = CliRunner().invoke(cli.main, command)
     assert result.exit_code == 1 and "--assume norm_output=" in result.output
 
+    without = [*command[:4], "none", *command[5:], "--assume", "norm_output=true"]
+    result = CliRunner().invoke(cli.main, without)
+    assert result.exit_code == 1 and "there is none" in result.output
+
     result = CliRunner().invoke(cli.main, [*command, "--assume", "norm_ouput=true"])
     assert result.exit_code == 1 and "unknown key 'norm_ouput'; the keys are" in result.output
 

@@ -6,6 +6,8 @@ each other, a key with two meanings, layer ids counted in two ways, ...
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 import tiny
 import torch
 from dialects import Written
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -382,6 +386,7 @@ def test_a_llama_layer_of_speculators_has_no_normed_queries(write: Any) -> None:
     [
         ("sliding_window", 4096),
         ("layer_types", ["sliding_attention"]),
+        ("is_causal", False),
         ("logit_scale", 0.5),
         ("quantization_config", {"bits": 4}),
         ("num_experts", 8),
@@ -405,7 +410,8 @@ def test_keys_that_may_change_the_computation_are_refused_by_name(
     [
         {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 36},
         {"use_sliding_window": False, "sliding_window": 4096},
-        {"layer_types": ["full_attention"], "sliding_window": 128},
+        {"layer_types": ["full_attention"] * 3, "sliding_window": 128},
+        {"architectures": None, "model_type": "qwen2", "is_causal": True},
         {"tie_word_embeddings": True, "pretraining_tp": 1, "attention_dropout": 0.1},
         {"target_hidden_size": tiny.HIDDEN, "bias": False, "logit_scale": 1.0},
         {"torch_dtype": "bfloat16", "dtype": "float16", "transformers_version": "4.53.2"},
@@ -442,6 +448,40 @@ def test_a_head_of_two_layers_is_refused(write: Any) -> None:
     assert "num_hidden_layers is 2" in head.refusal()
 
 
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 70) | st.floats() | st.sampled_from(["x", "silu"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("dialect", NAMES)
+def test_any_value_of_any_key_is_read_or_refused(write: Any, dialect: str) -> None:
+    """No other exception may come out, so that no user sees a traceback."""
+    head = write(dialect, embedding="copy", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    config = head.config
+    config |= {"tie_word_embeddings": False, "architectures": [], "trained_by": None}
+    read = head.read()
+    paths = [(key,) for key in config]
+    paths += [(k, i) for k, v in config.items() if isinstance(v, dict) for i in v]
+    paths += [(k, i, j) for k, i in paths[len(config) :] if isinstance(config[k][i], dict)
+              for j in config[k][i]]  # fmt: skip
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.sampled_from(paths), _JSON)
+    def check(path: tuple[str, ...], value: Any) -> None:
+        raw = copy.deepcopy(config)
+        level: Any = raw
+        for key in path[:-1]:
+            level = level[key]
+        level[path[-1]] = value
+        changed = replace(read, checkpoint=replace(read.checkpoint, raw=raw))
+        with contextlib.suppress(CheckpointError):
+            reread(changed)
+
+    check()
+
+
 # Another reading of the same head
 
 
@@ -455,5 +495,8 @@ def test_a_head_is_read_again_without_its_files(write: Any) -> None:
     assert all(other.weights[name] is tensor for name, tensor in head.weights.items())
     again = reread(other, assume={"norm_before_residual": "false"})
     assert again.config.aux_layer_ids == (0, 2, 5) and not again.config.norm_before_residual
+    counted = reread(other, assume={"layer_ids": "inputs"})
+    assert counted.config.aux_layer_ids == (0, 2, 5) and counted.aux_layer_ids is None
+    assert reread(counted, aux_layer_ids=(1, 2, 3)).config.aux_layer_ids == (1, 2, 3)
     with pytest.raises(CheckpointError, match="cannot be read as absolute"):
         reread(head, assume={"d2t": "absolute"})
