@@ -313,6 +313,13 @@ _PLAN = Plan()
     metavar="L,M,H",
     help="Fused layers as hidden_states indices, where the head's config does not name them.",
 )
+@click.option(
+    "--assume",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Decide what a head's files leave open, as in d2t=absolute; repeatable. A wrong KEY lists"
+    " them all.",
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.pass_context
@@ -363,6 +370,9 @@ def _command(ctx: click.Context) -> str:
         value = ctx.params[option.name or ""]
         typed = ctx.get_parameter_source(option.name or "") is not _DEFAULT
         if not typed or option.name == "force":
+            continue
+        if option.multiple:
+            words += [word for each in value for word in (option.opts[-1], each)]
             continue
         words.append(option.opts[-1])
         if option.name in ("target", "draft", "output", "preset") and Path(value).is_absolute():

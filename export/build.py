@@ -22,9 +22,15 @@ import onnx_ir as ir
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import SelfCheck, check_bundle
 from eagle3.export.draft import trace_draft_engines
-from eagle3.export.head_config import Head, TargetFacts, read_head
-from eagle3.export.head_files import head_folder, read_config
-from eagle3.export.head_graph import Eagle1Head, EagleHead, build_eagle1_head, build_head
+from eagle3.export.head_graph import (
+    Eagle1Head,
+    EagleHead,
+    build_eagle1_head,
+    build_head,
+    embedding_table,
+)
+from eagle3.export.heads import Head, TargetFacts, parse_assumptions, read_head
+from eagle3.export.heads.files import head_folder, read_config
 from eagle3.export.onnx_graph import save
 from eagle3.export.target import DTYPES, Target, lm_head_weight, load_target, trace_target
 from eagle3.export.tokenizer import write_tokenizer
@@ -52,13 +58,16 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export, into which plan. draft: a head's folder or id, or None."""
+    """What to export, into which plan. draft: a head's folder or id, or None. assume: KEY=VALUE,
+    what the user decides where the head's checkpoint leaves it open.
+    """
 
     target: str
     draft: str | None
     output: Path
     plan: Plan
     aux_layer_ids: tuple[int, ...] | None = None
+    assume: tuple[str, ...] = ()
     trust_remote_code: bool = False
     force: bool = False
     command: str = "eagle3 export"
@@ -84,6 +93,9 @@ def export_bundle(
     """
     request.plan.require_built()
     _check_output(request)
+    parse_assumptions(request.assume)
+    if request.draft is None and request.assume:
+        raise ExportError("--assume says how to read a draft head, and there is none: leave it out")
     if request.draft is not None:
         read_config(head_folder(request.draft))  # a wrong one is said before the long work
     report(f"loading target {request.target}")
@@ -155,8 +167,10 @@ def _read_head(request: ExportRequest, target: Target) -> Head | None:
         hidden_size=target.config.hidden_size,
         vocab_size=target.vocab_size,
         num_layers=target.kv.num_layers,
+        embedding=target.model.get_input_embeddings().weight.detach(),
     )
-    return read_head(request.draft, facts, request.aux_layer_ids)
+    assume = parse_assumptions(request.assume)
+    return read_head(request.draft, facts, request.aux_layer_ids, assume)
 
 
 def _build_module(head: Head, target: Target, plan: Plan) -> EagleHead | Eagle1Head:
@@ -223,7 +237,7 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
     if parts.head is None or parts.head_module is None:
         return
     report("tracing the draft head")
-    table = parts.target.model.get_input_embeddings().weight.detach()
+    table = embedding_table(parts.head, parts.target.model.get_input_embeddings().weight.detach())
     is_int8 = plan.draft_weights == "int8"
     graphs = trace_draft_engines(
         parts.head, parts.head_module, table, lowering, plan.draft_capacity, may_tie=not is_int8
@@ -242,7 +256,9 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
 
 def _shared(draft: ir.Model, target: ir.Model, head: Head) -> dict[str, str]:
     """Weights of the draft that are the target's, by the names they have in either graph."""
-    shared = {embedding_name(draft): embedding_name(target)}
+    shared = {}
+    if head.own_embedding is None:
+        shared[embedding_name(draft)] = embedding_name(target)
     own, theirs = lm_head_name(draft), lm_head_name(target)
     if head.config.method == "eagle1" and own is not None and theirs is not None:
         shared[own] = theirs

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle3.export.head_config import Head
-from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.head_graph import Eagle1Head, EagleHead, embedding_table
+from eagle3.export.heads import Head
 from eagle3.export.readings import Reading, Text, causal_attention, compare_readings
 from eagle3.export.target import Target
 from eagle3.export.texts import PROMPTS, TEXT
@@ -97,7 +97,8 @@ def check_bundle(
     report(_summary("target", check.engines))
     if head is not None and module is not None:
         bound = INT8_TOLERANCE if plan.draft_weights == "int8" else tolerance
-        check.draft = _check_draft(bundle, module, reference, bound)
+        table = embedding_table(head, target.model.get_input_embeddings().weight)
+        check.draft = _check_draft(bundle, module, reference, bound, table)
         report(_summary("draft", check.draft))
         acceptance, texts = first_position_acceptance(bundle)
         check.draft["first_position_acceptance"] = acceptance
@@ -221,7 +222,7 @@ def _tree_error(engine: TargetEngine, reference: _Reference) -> float:
 
 
 def _check_draft(
-    bundle: Bundle, module: _AnyHead, reference: _Reference, tolerance: float
+    bundle: Bundle, module: _AnyHead, reference: _Reference, tolerance: float, table: Tensor
 ) -> dict[str, Any]:
     """Per-step logits: rows with the target's features, then what the head feeds back, K = 2."""
     engine = DraftEngine(bundle, _threads(), Clock())
@@ -232,7 +233,7 @@ def _check_draft(
     engine.feature_slots(count)[:] = reference.features[:count]
     next_ids = reference.tokens[1 : count + 1]
     out = engine.extend(next_ids, top_k=2, want_logits=True)
-    path = _DraftPath(module, reference, count)
+    path = _DraftPath(module, reference, count, table)
     errors = {}
     hidden, ids = out.hidden[-1:].copy(), out.top_ids[0].copy()
     assert out.logits is not None
@@ -255,14 +256,17 @@ def _check_draft(
 
 
 class _DraftPath:
-    """The head in plain PyTorch, without cache or tree: one path at a time, from the start."""
+    """The head in plain PyTorch, without cache or tree: one path at a time, from the start.
 
-    def __init__(self, module: _AnyHead, reference: _Reference, count: int) -> None:
+    table [V,d]: the embedding that it reads.
+    """
+
+    def __init__(self, module: _AnyHead, reference: _Reference, count: int, table: Tensor) -> None:
         assert reference.features is not None
         self._module, self._count = module, count
         self._features = torch.from_numpy(reference.features[:count])[None].to(module.fc.weight)
         self._tokens = reference.tokens[1 : count + 1].tolist()
-        self._embed = reference.target.model.get_input_embeddings()
+        self._table = table
 
     def logits(self, path: tuple[int, ...]) -> Array:
         """Logits [Vd] of the row with the last token of `path` (() = the last prefix row)."""
@@ -275,7 +279,7 @@ class _DraftPath:
 
     def _forward(self, g: Tensor, tokens: list[int]) -> Tensor:
         positions = torch.arange(len(tokens))[None]
-        embedding = self._embed(torch.tensor([tokens]))
+        embedding = torch.nn.functional.embedding(torch.tensor([tokens]), self._table)
         out: Tensor = self._module(embedding, g, positions, causal_attention)
         return out
 

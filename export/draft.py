@@ -8,11 +8,12 @@ import onnx_ir as ir
 import torch
 
 from eagle3.export.attention import Lowering
-from eagle3.export.head_config import Head
 from eagle3.export.head_graph import DraftGraph, Eagle1Head, EagleHead, FuseGraph
+from eagle3.export.heads import Head
 from eagle3.export.onnx_graph import trace
 from eagle3.export.target import caches
 from eagle3.export.target_graph import KvShape
+from eagle3.runtime.errors import UnsupportedModel
 
 
 def trace_draft_engines(
@@ -26,9 +27,14 @@ def trace_draft_engines(
 ) -> dict[str, ir.Model]:
     """Engine name -> model; which engines there are is the runtime's DRAFT_ENGINES.
 
-    embedding [V,d]: the target's. capacity: slots of the draft's cache. may_tie: an lm_head that is
-    the embedding stays one tensor in the graph. Raises UnsupportedModel.
+    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. may_tie:
+    an lm_head that is the embedding stays one tensor in the graph. Raises UnsupportedModel.
     """
+    if lowering.fuses and head.config.head_dim % 8:
+        raise UnsupportedModel(
+            f"the head's head_dim is {head.config.head_dim}: the {lowering.name} lowering's "
+            "attention takes multiples of 8; export it with --lowering portable"
+        )
     is_tied = module.lm_head.weight.data_ptr() == embedding.data_ptr()
     graph = DraftGraph(module, embedding, head.target_ids, lowering, tied=may_tie and is_tied)
     outputs = ["logits", "top_log_probs", "top_ids", "hidden_out"]

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from eagle3.export.attention import CachedCall, Lowering, key_window
-from eagle3.export.head_config import OWN_EMBEDDING, Head, HeadConfig
+from eagle3.export.heads import OWN_EMBEDDING, Head, HeadConfig
 from eagle3.runtime.errors import CheckpointError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v after RoPE -> [B,N,Hq,D]
@@ -55,6 +55,13 @@ class _Attention(nn.Module):
         super().__init__()
         d, bias = config.hidden_size, config.attention_bias
         wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        normed = config.qk_norm
+        self.q_norm = (
+            LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        )
+        self.k_norm = (
+            LlamaRMSNorm(config.head_dim, config.rms_norm_eps) if normed else nn.Identity()
+        )
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(width, wide, bias=bias)
         self.k_proj = nn.Linear(width, narrow, bias=bias)
@@ -64,8 +71,12 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         batch, rows, _ = x.shape
         q, k, v = (
-            proj(x).view(batch, rows, -1, self.head_dim).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            norm(proj(x).view(batch, rows, -1, self.head_dim)).transpose(1, 2)
+            for norm, proj in (
+                (self.q_norm, self.q_proj),
+                (self.k_norm, self.k_proj),
+                (nn.Identity(), self.v_proj),
+            )
         )
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         return self.o_proj(attend(q, k, v).reshape(batch, rows, -1))  # type: ignore[no-any-return]
@@ -77,6 +88,7 @@ class _MidLayer(nn.Module):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = _Attention(config, 2 * d)
         self.mlp = LlamaMLP(_llama_config(config))
+        self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(d, eps)
         self.input_layernorm = LlamaRMSNorm(d, eps)
         self.post_attention_layernorm = LlamaRMSNorm(d, eps)
@@ -84,8 +96,10 @@ class _MidLayer(nn.Module):
     def forward(
         self, embedding: Tensor, g: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     ) -> Tensor:
-        x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(g)], -1)
-        h = g + self.self_attn(x, cos, sin, attend)
+        normed = self.hidden_norm(g)
+        x = torch.cat([self.input_layernorm(embedding), normed], -1)
+        residual = normed if self.norm_before_residual else g
+        h = residual + self.self_attn(x, cos, sin, attend)
         return h + self.mlp(self.post_attention_layernorm(h))  # type: ignore[no-any-return]
 
 
@@ -100,14 +114,24 @@ class EagleHead(nn.Module):
     def __init__(self, config: HeadConfig, feature_size: int) -> None:
         super().__init__()
         d = config.hidden_size
+        eps, width = config.rms_norm_eps, config.target_width
+        self.input_norm = LlamaRMSNorm(feature_size, eps) if config.norm_before_fc else None
+        count = feature_size // width if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps) for _ in range(count))
         self.fc = nn.Linear(feature_size, d, bias=False)
         self.midlayer = _MidLayer(config)
-        self.norm = LlamaRMSNorm(d, config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(d, eps)
         self.lm_head = nn.Linear(d, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(_llama_config(config))
         self.head_dim, self.norm_output = config.head_dim, config.norm_output
 
     def fuse(self, features: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm:
+            parts = features.chunk(len(self.fc_norm), -1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = torch.cat(normed, -1)
         return self.fc(features)  # type: ignore[no-any-return]
 
     def forward(self, embedding: Tensor, g: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
@@ -176,6 +200,15 @@ def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
     }
     module.load_state_dict(state, strict=True)
     return module.to(dtype).eval().requires_grad_(False)
+
+
+def embedding_table(head: Head, target: Tensor) -> Tensor:
+    """The table that a head's tokens are looked up in: the target's [V,D], or its own [V,d].
+
+    target: the target's table, whose dtype an own one gets.
+    """
+    own = head.own_embedding
+    return target if own is None else own.to(target.dtype)
 
 
 def build_eagle1_head(head: Head, lm_head_weight: Tensor, dtype: torch.dtype) -> Eagle1Head:

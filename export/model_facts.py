@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from eagle3.export.head_files import head_folder, read_config
+from eagle3.export.heads.files import head_folder, read_config
 from eagle3.export.target import _locate, _refuse_config, _why_not_loaded
 from eagle3.plans.model import Attention, DraftFacts, Experts, TargetFacts
 from eagle3.runtime.errors import CheckpointError, ExportError, UnsupportedModel

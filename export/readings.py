@@ -17,11 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle3.export.head_config import Head
-from eagle3.export.head_graph import Eagle1Head, EagleHead, build_eagle1_head, build_head
+from eagle3.export.head_graph import (
+    Eagle1Head,
+    EagleHead,
+    build_eagle1_head,
+    build_head,
+    embedding_table,
+)
+from eagle3.export.heads import Head
 from eagle3.export.target import Target, lm_head_weight
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
 
@@ -87,6 +94,10 @@ def neighbours(head: Head, target: Target) -> Iterator[tuple[str, Head]]:
         if all(0 <= i <= target.kv.num_layers for i in layers):
             shifted = replace(config, aux_layer_ids=layers)
             yield f"aux layers {','.join(map(str, layers))}", replace(head, config=shifted)
+    if config.method == "eagle3":
+        flipped = not config.norm_before_residual
+        other = replace(config, norm_before_residual=flipped)
+        yield f"norm_before_residual={str(flipped).lower()}", replace(head, config=other)
     absolute = _absolute_ids(head)
     if absolute is not None:
         yield "d2t as absolute ids", replace(head, target_ids=absolute)
@@ -115,9 +126,9 @@ class _Passage:
     def __init__(self, target: Target, text: Text) -> None:
         self.text = text
         self.tokens = torch.from_numpy(text.tokens)[None]
+        self._embedding = target.model.get_input_embeddings().weight
         with torch.no_grad():
             out = target.model(input_ids=self.tokens, use_cache=False, output_hidden_states=True)
-            self.embedding = target.model.get_input_embeddings()(self.tokens[:, 1:])
         self.hidden_states = out.hidden_states
 
     def score(self, head: Head, module: EagleHead | Eagle1Head) -> _Score:
@@ -126,7 +137,9 @@ class _Passage:
         features = torch.cat(layers, -1).to(module.fc.weight)
         positions = torch.arange(features.shape[1])[None]
         with torch.no_grad():
-            embedding = self.embedding.to(features.dtype)
+            embedding = F.embedding(self.tokens[:, 1:], embedding_table(head, self._embedding)).to(
+                features.dtype
+            )
             out = module(embedding, module.fuse(features), positions, causal_attention)
             probs = module.logits(out[:, self.text.start - 1 : -1])[0].softmax(-1).double().numpy()
         said = self.text.tokens[self.text.start + 1 :]
@@ -157,5 +170,5 @@ def _clearly_better(score: _Score, own: _Score) -> bool:
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
     """q [B,Hq,N,D], k and v [B,Hkv,N,D] -> [B,N,Hq,D], each row sees those before it."""
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)

@@ -102,7 +102,7 @@ def head_config(
     """config.json of a head in the official EAGLE-3 layout."""
     config = model.config.get_text_config()
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": 48,

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from eagle3.export.build import ExportRequest, export_bundle
-from eagle3.export.head_config import TargetFacts, read_head
-from eagle3.export.head_files import head_folder
-from eagle3.export.head_graph import build_head
+from eagle3.export.head_graph import build_head, embedding_table
+from eagle3.export.heads import TargetFacts, read_head
+from eagle3.export.heads.files import head_folder
 from eagle3.export.target import load_target
 from eagle3.runtime.engine import Engine, load
 from eagle3.runtime.errors import DataError, PromptTooLong
@@ -141,12 +141,12 @@ def held_out_agreement(request: EvalRequest, report: Report = lambda _: None) ->
         features,
         head.config.aux_layer_ids,
         last,
-        head.config.hidden_size,
+        head.config.target_width,
         recipe.max_len,
         torch.device("cpu"),
     )
     rows = target.model.get_output_embeddings().weight[torch.from_numpy(head.target_ids)]
-    embedding = target.model.get_input_embeddings().weight
+    embedding = embedding_table(head, target.model.get_input_embeddings().weight)
     module = build_head(head, torch.float32)
     objective = Eagle3Objective(module, embedding, rows, torch.float32)
     window = Window(recipe.num_steps)

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from eagle3.export.head_config import HeadConfig
 from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.heads import HeadConfig
 from eagle3.export.target import Target, load_target
 from eagle3.runtime.errors import TrainingError
 from eagle3.train.batches import Split, split

@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3.export.head_config import HeadConfig
+from eagle3 import __version__
 from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.heads import HeadConfig
 from eagle3.runtime.errors import TrainingError
 from eagle3.train.config import Recipe
 
@@ -129,6 +130,7 @@ def config_json(config: HeadConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": config.vocab_size,
         "torch_dtype": "float16",
+        "trained_by": f"eagle3 {__version__}",
     }
     if scaling.get("rope_type", "default") != "default":
         flat["rope_scaling"] = scaling

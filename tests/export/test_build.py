@@ -20,8 +20,8 @@ import eagle3
 from eagle3.export.attention import KeyWindow
 from eagle3.export.build import ExportRequest, _publish, export_bundle
 from eagle3.export.check import INT8_TOLERANCE, SelfCheck, _tokens, check_bundle
-from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.export.target import DTYPES, load_target
 from eagle3.export.weights import block_int8, int8_block
 from eagle3.runtime.bundle import Bundle

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import eagle3
 from eagle3.export.check import INT8_TOLERANCE, relative_error
-from eagle3.export.head_config import Head, TargetFacts, read_head
 from eagle3.export.head_graph import build_eagle1_head
+from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.target import lm_head_weight, load_target
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.describe import description_lines
@@ -230,7 +230,8 @@ def test_it_is_recognised_and_its_defaults_are_recorded(head: Checkpoint) -> Non
     assert "target's" in config.conventions["embedding"].value
     assert config.conventions["lm_head"].value == "the target's"
     del head.weights["embed_tokens.weight"]
-    assert "embedding" not in head.read().config.conventions
+    config = head.read().config
+    assert config.conventions["embedding"].value == "the target's" and not config.own_embedding
 
 
 def test_its_layer_counts_outputs_too(head: Checkpoint) -> None:
@@ -251,7 +252,7 @@ def test_its_layer_counts_outputs_too(head: Checkpoint) -> None:
 def test_a_missing_tensor_is_named(head: Checkpoint, name: str) -> None:
     del head.weights[name]
     message = head.refusal()
-    assert f"missing ['{name}']" in message and "EAGLE-1/2 layout" in message
+    assert f"missing ['{name}']" in message and "dialect eagle1-official" in message
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "layers.0.input_layernorm.weight", "d2t"])

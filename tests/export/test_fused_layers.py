@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from plain_head import TOLERANCE, PlainHead, check_draft_tree
 
 import eagle3
 from eagle3.export.check import relative_error
-from eagle3.export.head_config import TargetFacts, read_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.describe import description_lines
 from eagle3.runtime.draft import DraftEngine
@@ -96,8 +97,9 @@ def test_a_head_that_names_too_few_layers_says_what_its_fc_reads(
 ) -> None:
     """Without eagle_config the default is three; the fc of this one reads one."""
     head = tiny.save_head(tmp_path / "head", shallow, aux_layer_ids=(NUM_LAYERS,))
-    config = (head / "config.json").read_text().replace("eagle_config", "unread")
-    (head / "config.json").write_text(config)
+    config = json.loads((head / "config.json").read_text())
+    del config["eagle_config"]
+    (head / "config.json").write_text(json.dumps(config))
     deep = TargetFacts(tiny.HIDDEN, 64, num_layers=8)
     with pytest.raises(
         CheckpointError, match=r"fc.weight is \[32, 32\].* \[32, 96\].*--aux-layers"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.export.head_config import Head, TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.runtime.errors import CheckpointError
 
 FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
@@ -39,10 +38,10 @@ class Checkpoint:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
 
-    def read(self, *, facts: TargetFacts = FACTS, layers: Any = None) -> Head:
+    def read(self, *, facts: TargetFacts = FACTS, layers: Any = None, **assume: str) -> Head:
         (self.folder / "config.json").write_text(json.dumps(self.config))
         save_file(self.weights, self.folder / "model.safetensors")
-        return read_head(self.folder, facts, layers)
+        return read_head(self.folder, facts, layers, assume)
 
     def refusal(self, **options: Any) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -90,8 +89,15 @@ def test_a_flag_counts_hidden_states_and_wins(head: Checkpoint) -> None:
 def test_layer_ids_of_unknown_counting_are_refused(head: Checkpoint) -> None:
     """The key at the top level is another dialect's, which counts the other way."""
     head.config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
-    assert "--aux-layers" in head.refusal()
+    message = head.refusal()
+    assert "--aux-layers" in message and "--assume layer_ids=" in message
     assert head.read(layers=(2, 4, 5)).config.aux_layer_ids == (2, 4, 5)
+    config = head.read(layer_ids="inputs").config
+    assert config.aux_layer_ids == (2, 4, 5)
+    assert config.conventions[LAYERS].source == "flag (hidden_states indices)"
+    assert head.read(layer_ids="outputs").config.aux_layer_ids == (3, 5, 6)
+    head.config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    assert "[2, 4, 5], and [1, 3, 4]" in head.refusal()
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 6])
@@ -136,11 +142,31 @@ def test_offsets_become_the_targets_ids(head: Checkpoint) -> None:
     assert not np.array_equal(ids, head.weights["d2t"].numpy())
 
 
-def test_absolute_ids_are_recognised(head: Checkpoint) -> None:
+def test_absolute_ids_are_read_on_the_users_word_alone(head: Checkpoint) -> None:
     """Trap 6: some exporters store ids where offsets belong; t2d tells."""
     expected = head.read().target_ids
+    assert head.read().config.conventions["d2t"].value == "offsets"
+    offsets = head.weights["d2t"]
     head.weights["d2t"] = torch.from_numpy(expected.copy())
-    assert np.array_equal(head.read().target_ids, expected)
+    assert "absolute ids" in (message := head.refusal()) and "--assume d2t=absolute" in message
+    read = head.read(d2t="absolute")
+    assert np.array_equal(read.target_ids, expected)
+    assert read.config.conventions["d2t"].source == "flag"
+    assert "cannot be read as offsets" in head.refusal(d2t="offsets")
+    head.weights["d2t"] = offsets
+    assert "cannot be read as absolute" in head.refusal(d2t="absolute")
+
+
+def test_a_mapping_that_fits_both_readings_is_refused_without_t2d(head: Checkpoint) -> None:
+    del head.weights["t2d"]
+    head.weights["d2t"] = torch.arange(40) // 2  # the ids would have pairs: offsets alone fit
+    assert np.array_equal(head.read().target_ids, np.arange(40) + np.arange(40) // 2)
+    head.config["draft_vocab_size"] = 20
+    head.weights["lm_head.weight"] = head.weights["lm_head.weight"][:20].contiguous()
+    head.weights["d2t"] = torch.arange(20)
+    assert "--assume d2t=offsets or --assume d2t=absolute" in head.refusal()
+    assert np.array_equal(head.read(d2t="offsets").target_ids, 2 * np.arange(20))
+    assert np.array_equal(head.read(d2t="absolute").target_ids, np.arange(20))
 
 
 @pytest.mark.parametrize("fault", ["shifted", "unsorted", "beyond", "negative", "t2d", "twice"])
@@ -164,10 +190,12 @@ def test_a_mapping_that_fits_neither_reading_is_refused(head: Checkpoint, fault:
 
 def test_a_reduced_vocabulary_without_its_mapping_is_refused(head: Checkpoint) -> None:
     """Trap 5: never ids 0 .. Vd-1."""
-    for name in ("d2t", "t2d"):
-        kept = head.weights.pop(name)
-        assert f"missing ['{name}']" in head.refusal()
-        head.weights[name] = kept
+    expected = head.read().target_ids
+    del head.weights["t2d"]  # only says once more what d2t says
+    assert np.array_equal(head.read().target_ids, expected)
+    del head.weights["d2t"]
+    assert "missing ['d2t']" in head.refusal()
+    assert "missing ['d2t']" in head.refusal(d2t="offsets")
 
 
 def test_a_full_vocabulary_needs_no_mapping(full_head: Checkpoint) -> None:
@@ -187,7 +215,10 @@ def test_a_missing_theta_is_the_dialects_and_is_recorded(head: Checkpoint) -> No
     del head.config["rope_theta"]
     config = head.read().config
     assert config.rope["rope_theta"] == 10000.0
-    assert config.conventions["rope"].source == "dialect default"
+    assert config.conventions["rope"].source == "dialect default (rope_theta)"
+    config = head.read(rope_theta="1e6").config
+    assert config.rope["rope_theta"] == 1e6
+    assert config.conventions["rope"].source == "flag (rope_theta)"
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -211,6 +242,10 @@ def test_nested_rope_is_used(head: Checkpoint, key: str) -> None:
         ({"rope_type": "spiral"}, "spiral"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+        ({"rope_type": "default", "mrope_section": [2, 1, 1]}, "mrope_section"),
+        ({"full_attention": {"rope_theta": 5.0}, "sliding_attention": {}}, "full_attention"),
+        ({"rope_type": "default", "factor": 2.0}, "'default' has factor"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama3", "rope_scaling"),
     ],
@@ -255,7 +290,14 @@ def test_a_theta_that_is_null_counts_as_missing(head: Checkpoint) -> None:
     head.config["rope_theta"] = None
     config = head.read().config
     assert config.rope["rope_theta"] == 10000.0
-    assert config.conventions["rope"].source == "dialect default"
+    assert config.conventions["rope"].source == "dialect default (rope_theta)"
+
+
+def test_two_ropes_that_differ_are_refused(head: Checkpoint) -> None:
+    head.config |= {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 4.0}}
+    assert "rope_parameters" in (message := head.refusal()) and "differ" in message
+    head.config["rope_parameters"] = LLAMA3
+    assert head.read().config.rope["factor"] == 8.0
 
 
 # Tensors
@@ -263,11 +305,11 @@ def test_a_theta_that_is_null_counts_as_missing(head: Checkpoint) -> None:
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(head: Checkpoint) -> None:
     q_proj = head.weights.pop("midlayer.self_attn.q_proj.weight")
-    head.weights["midlayer.self_attn.q_norm.weight"] = torch.ones(8)
+    head.weights["midlayer.self_attn.v_norm.weight"] = torch.ones(8)
     message = head.refusal()
     assert "missing ['midlayer.self_attn.q_proj.weight']" in message
-    assert "unexpected ['midlayer.self_attn.q_norm.weight']" in message
-    del head.weights["midlayer.self_attn.q_norm.weight"]
+    assert "unexpected ['midlayer.self_attn.v_norm.weight']" in message
+    del head.weights["midlayer.self_attn.v_norm.weight"]
     head.weights["midlayer.self_attn.q_proj.weight"] = q_proj[:, : tiny.HIDDEN].contiguous()
     message = head.refusal()
     assert "midlayer.self_attn.q_proj.weight is [32, 32]" in message and "[32, 64]" in message
@@ -283,8 +325,9 @@ def test_weights_that_are_no_numbers_are_refused(head: Checkpoint, value: float)
 def test_d2t_is_of_integers(head: Checkpoint, dtype: torch.dtype) -> None:
     head.weights["d2t"] = head.weights["d2t"].to(dtype)
     assert f"d2t is {dtype}; it must be of an integer dtype" in head.refusal()
-    head.weights["d2t"] = head.weights["t2d"].nonzero().flatten().to(torch.int32)
-    assert np.array_equal(head.read().target_ids, head.weights["d2t"].numpy())
+    ids = head.weights["t2d"].nonzero().flatten()
+    head.weights["d2t"] = (ids - torch.arange(40)).to(torch.int32)
+    assert np.array_equal(head.read().target_ids, ids.numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
@@ -293,14 +336,6 @@ def test_weights_are_floating_point(head: Checkpoint, name: str, dtype: torch.dt
     head.weights["embed_tokens.weight"] = torch.zeros(64, tiny.HIDDEN)
     head.weights[name] = head.weights[name].to(dtype)
     assert f"{name} is {dtype}; weights must be floating point" in head.refusal()
-
-
-def test_the_heads_own_embedding_is_not_used_and_that_is_recorded(head: Checkpoint) -> None:
-    """Trap 9: some heads carry a random one."""
-    head.weights["embed_tokens.weight"] = torch.randn(64, tiny.HIDDEN)
-    assert "target's" in head.read().config.conventions["embedding"].value
-    head.weights["embed_tokens.weight"] = torch.randn(60, tiny.HIDDEN)
-    assert "embed_tokens.weight is [60, 32]" in head.refusal()
 
 
 def test_biases_are_read_where_the_config_says_so(head: Checkpoint) -> None:
@@ -342,132 +377,3 @@ def test_a_config_that_makes_no_sense(head: Checkpoint, key: str, value: Any) ->
     head.config[key] = value
     with pytest.raises(CheckpointError, match=key):
         build_head(head.read(), torch.float32)
-
-
-# Dialects
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("norm_before_residual", True),
-        ("norm_before_fc", True),
-        ("fc_norm", True),
-        ("speculators_model_type", "eagle3"),
-        ("transformer_layer_config", {"hidden_size": 32}),
-        ("sliding_window", 4096),
-        ("target_hidden_size", 48),
-    ],
-)
-def test_keys_that_change_the_computation_are_refused(
-    head: Checkpoint, key: str, value: Any
-) -> None:
-    """Traps 1, 2, 3, 8."""
-    head.config[key] = value
-    assert key in head.refusal()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"norm_before_residual": False, "sliding_window": None},
-        {"target_hidden_size": tiny.HIDDEN},
-        {"use_sliding_window": False, "sliding_window": 4096},
-        {"tie_word_embeddings": True},
-    ],
-)
-def test_keys_that_change_nothing_are_accepted(head: Checkpoint, config: dict[str, Any]) -> None:
-    head.config |= config
-    head.read()
-
-
-def test_a_normed_output_is_read(head: Checkpoint) -> None:
-    """Trap 3: what is fed back in EAGLE-3.1."""
-    assert not head.read().config.norm_output
-    assert head.read().config.conventions["norm_output"].source == "dialect default"
-    head.config["norm_output"] = True
-    config = head.read().config
-    assert config.norm_output and build_head(head.read(), torch.float32).norm_output
-    assert config.conventions["norm_output"].value is True
-    assert config.conventions["norm_output"].source == "config"
-
-
-def test_a_speculators_head_is_refused_with_the_reason(head: Checkpoint) -> None:
-    head.weights = {name.replace("midlayer", "layers.0"): t for name, t in head.weights.items()}
-    assert "no tensor is named midlayer" in head.refusal()
-    head.config |= {"speculators_model_type": "eagle3", "transformer_layer_config": {"a": 1}}
-    assert "speculators_model_type" in head.refusal()
-
-
-# Files
-
-
-def as_bin(head: Checkpoint, payload: Any, name: str = "pytorch_model.bin") -> None:
-    (head.folder / "model.safetensors").unlink(missing_ok=True)
-    torch.save(payload, head.folder / name)
-
-
-def test_a_plain_bin_file(head: Checkpoint) -> None:
-    expected = head.read()
-    as_bin(head, head.weights)
-    as_bin(head, {"step": 3}, "training_args.bin")  # what trainers leave beside it
-    got = read_head(head.folder, FACTS)
-    assert all(torch.equal(got.weights[n], t) for n, t in expected.weights.items())
-
-
-class Payload:
-    """Creates a file when it is unpickled by a loader that runs what it reads."""
-
-    def __init__(self, victim: Path) -> None:
-        self._victim = victim
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._victim),)
-
-
-def test_code_in_a_bin_file_is_refused_and_never_runs(head: Checkpoint, tmp_path: Path) -> None:
-    """Trap 12."""
-    victim = tmp_path / "was-run"
-    as_bin(head, {**head.weights, "fc.weight": Payload(victim)})
-    with pytest.raises(CheckpointError, match="more than tensors"):
-        read_head(head.folder, FACTS)
-    assert not victim.exists()
-    torch.load(head.folder / "pytorch_model.bin", weights_only=False)
-    assert victim.exists(), "the payload would have worked"
-
-
-@pytest.mark.parametrize("payload", [[torch.ones(3)], {"state_dict": {"a": torch.ones(3)}}, 5])
-def test_a_bin_file_of_something_else(head: Checkpoint, payload: Any) -> None:
-    as_bin(head, payload)
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        read_head(head.folder, FACTS)
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("config.json", None),
-        ("config.json", "{"),
-        ("config.json", "[1]"),
-        ("config.json", "[" * 100_000),
-        ("config.json", '{"a":' * 100_000),
-        ("model.safetensors", None),
-        ("model.safetensors", "short"),
-    ],
-)
-def test_missing_and_damaged_files_are_named(
-    head: Checkpoint, file: str, content: str | None
-) -> None:
-    if content is None:
-        (head.folder / file).unlink()
-    else:
-        (head.folder / file).write_text(content)
-    with pytest.raises(CheckpointError) as caught:
-        read_head(head.folder, FACTS)
-    assert str(head.folder) in str(caught.value)
-
-
-def test_no_such_head(tmp_path: Path) -> None:
-    for source in (tmp_path / "nowhere", "./nowhere", "nowhere", "a/b/c"):
-        with pytest.raises(CheckpointError, match="no such folder"):
-            read_head(source, FACTS)

@@ -13,8 +13,8 @@ from plain_head import TOLERANCE, PlainHead, causal_attention, check_draft_tree
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.check import relative_error
-from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.draft import DraftEngine
 from eagle3.runtime.session import Clock

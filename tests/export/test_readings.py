@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.export.build import ExportRequest, export_bundle
 from eagle3.export.check import SelfCheck
-from eagle3.export.head_config import Head, TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.readings import (
     Reading,
     Text,
@@ -150,7 +150,7 @@ def test_d2t_is_tried_as_ids_where_it_can_be_ids(calm: Any, target: Target, tmp_
 
 def test_layers_out_of_range_are_no_neighbours(target: Target, fitted_folder: Path) -> None:
     names = [name for name, _ in neighbours(read(fitted_folder, (0, 4, 8)), target)]
-    assert names == []
+    assert not any(name.startswith("aux layers") for name in names)
 
 
 def test_answers_too_short_to_judge_give_no_readings(target: Target, fitted_folder: Path) -> None:

@@ -13,8 +13,8 @@ import torch
 
 import eagle3
 from eagle3.export.check import _DraftPath
-from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.runtime.drafters import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.tree import Tree
@@ -42,7 +42,7 @@ def reference_paths(head: Any, llama: Any, text: list[int], tree: Any) -> dict[P
     reference: Any = SimpleNamespace(
         features=features, tokens=np.array(text), target=SimpleNamespace(model=llama)
     )
-    draft = _DraftPath(module, reference, len(text) - 1)
+    draft = _DraftPath(module, reference, len(text) - 1, llama.get_input_embeddings().weight)
     values: dict[Path_, float] = {}
     frontier: dict[Path_, float] = {(): 0.0}
     for _ in range(tree.draft_depth):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from training_data import conversations, data_folder
 
-from eagle3.export.head_config import TargetFacts, read_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.export.target import load_target
 from eagle3.runtime.errors import DataError, TrainingError
 from eagle3.train import loop as loop_module

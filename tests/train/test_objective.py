@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_eagle1_head, build_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.train.loss import cross_entropy
 from eagle3.train.objective import Batch, Eagle1Objective, Eagle3Objective, Rows
 

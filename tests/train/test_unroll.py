@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.export.head_config import TargetFacts, read_head
 from eagle3.export.head_graph import build_eagle1_head, build_head
+from eagle3.export.heads import TargetFacts, read_head
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.draft import DraftEngine
 from eagle3.runtime.session import Clock
