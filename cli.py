@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from eagle3 import __version__
-from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
+from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan, TreeRequest
+from eagle3.plans.tree_paths import DYNAMIC, STATIC_TREES, read_paths
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.options import (
     all_options,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from eagle3.runtime.engine import Engine
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_DEFAULT = click.core.ParameterSource.DEFAULT
 
 
 class _Main(click.Group):
@@ -89,6 +91,17 @@ _engine_options = all_options(
     click.option("--threads", type=int, help="Of each engine; default: the cores it may use."),
     click.option("--device", default="cpu", help="Where the engines run."),
 )
+
+
+def _read_tree(ctx: click.Context, param: click.Parameter, value: str | None) -> TreeRequest | None:
+    """`--tree` with its file read; --tree dynamic stays a name, since the bundle has its sizes."""
+    return value if value in (None, DYNAMIC) else read_paths(value).paths
+
+
+_TREES = f"{', '.join([DYNAMIC, *STATIC_TREES])}, or a JSON file of child-rank paths"
+_tree_option = click.option(
+    "--tree", metavar="NAME|FILE", callback=_read_tree, help=f"Draft tree: {_TREES}."
+)
 # Without a default: what is not given is not passed on, so the engine's own defaults hold.
 _request_options = all_options(
     click.option("--max-new-tokens", type=int, help="Longest answer."),
@@ -119,6 +132,7 @@ _request_options = all_options(
     click.option("--draft-top-k", type=int, help="Children of a node of the draft tree."),
     click.option("--draft-depth", type=int, help="Levels of the draft tree."),
     click.option("--num-draft-tokens", type=int, help="Draft tokens verified in a round."),
+    _tree_option,
 )
 
 
@@ -221,6 +235,7 @@ def chat(bundle: str, system: str | None, threads: int | None, device: str, **fl
 )
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first so many.")
 @click.option("--max-new-tokens", type=int, help="Of each answer.")
+@_tree_option
 @json_option
 @_engine_options
 def verify(
@@ -228,6 +243,7 @@ def verify(
     prompts: Path | None,
     num_prompts: int | None,
     max_new_tokens: int | None,
+    tree: TreeRequest | None,
     as_json: bool,
     threads: int | None,
     device: str,
@@ -239,7 +255,7 @@ def verify(
     texts = PROMPTS if prompts is None else load_prompts(prompts)
     limit = checks.MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     engine = _load(bundle, threads, device)
-    report = checks.verify(engine, texts[:num_prompts], limit, report=note)
+    report = checks.verify(engine, texts[:num_prompts], limit, tree=tree, report=note)
     print_result(report.to_json(), report.lines(), as_json)
     if not report.passed:
         raise SystemExit(1)
@@ -296,6 +312,7 @@ _PLAN = Plan()
 @click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the default tree.")
 @click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of the default tree.")
 @click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
+@click.option("--tree", metavar="NAME|FILE", help=f"The default tree: {_TREES}.")
 @click.option(
     "--aux-layers",
     "aux_layer_ids",
@@ -322,22 +339,30 @@ def _export_request(ctx: click.Context) -> ExportRequest:
 
     given = given_fields(ExportRequest, ctx.params)
     draft = None if given["draft"] == "none" else given["draft"]
-    plan, command = _plan(ctx.params), _command(ctx)
+    plan, command = _plan(ctx), _command(ctx)
     return ExportRequest(**{**given, "draft": draft, "plan": plan, "command": command})
 
 
-def _plan(flags: dict[str, Any]) -> Plan:
+def _plan(ctx: click.Context) -> Plan:
+    flags = ctx.params
     # ONNX Runtime's CPU provider has no bfloat16.
     backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
-    return Plan(
-        **given_fields(Plan, flags), tree=TreePlan(**given_fields(TreePlan, flags)), backend=backend
-    )
+    return Plan(**{**given_fields(Plan, flags), "tree": _default_tree(ctx), "backend": backend})
+
+
+def _default_tree(ctx: click.Context) -> TreePlan:
+    """A static tree is whole unless a size was typed; the defaults are those of a dynamic one."""
+    sizes = given_fields(TreePlan, ctx.params)
+    if ctx.params["tree"] in (None, DYNAMIC):
+        return TreePlan(**sizes)
+    typed = {k: v for k, v in sizes.items() if ctx.get_parameter_source(k) != _DEFAULT}
+    return TreePlan.of_paths(read_paths(ctx.params["tree"]), **typed)
 
 
 def _command(ctx: click.Context) -> str:
     """What was typed, less defaults and --force, which the manifest keeps.
 
-    An absolute path of target, draft or output is cut to its last name: put it back to repeat it.
+    An absolute path in it is cut to its last name: put it back to repeat it.
     """
     words = ["eagle3", "export"]
     for option in ctx.command.params:
@@ -345,7 +370,7 @@ def _command(ctx: click.Context) -> str:
         if value in (None, option.get_default(ctx)) or option.name == "force":
             continue
         words.append(option.opts[-1])
-        if option.name in ("target", "draft", "output") and Path(value).is_absolute():
+        if option.name in ("target", "draft", "output", "tree") and Path(value).is_absolute():
             value = Path(value).name
         if value is not True:
             words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))

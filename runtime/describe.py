@@ -90,6 +90,12 @@ def cache_bytes(bundle: Bundle) -> dict[str, int]:
 
 def tree_text(tree: TreePlan) -> str:
     """A tree plan in words."""
+    paths = tree.static_in_use
+    if paths is not None:
+        return (
+            f"static, {paths.name or 'from a file'}: up to {paths.top_k} a node,"
+            f" {paths.depth} levels, {paths.num_nodes} tokens are verified"
+        )
     if tree.draft_top_k == 1:
         return f"a chain of {tree.depth_in_use} draft tokens a round"
     return (
