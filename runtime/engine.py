@@ -271,7 +271,7 @@ class Engine:
             pace=Pace(request.may_fall_back, rule.token_exact, self._plain_cost),
             clock=self._clock,
             cancel=request.cancel,
-            stats=StatsRecorder(),
+            stats=StatsRecorder(request.drafter),
         )
 
     def turn(self) -> _Turn:

@@ -114,8 +114,6 @@ class VerifyReport:
         for each in self.equality:
             lines += _equality_lines(each)
         lines += _rejection_lines(self.rejection)
-        if not self.equality:
-            lines.append("this bundle has no drafter: there is nothing to verify")
         return [*lines, f"verify: {'passed' if self.passed else 'FAILED'}"]
 
 
@@ -150,11 +148,8 @@ def verify(
     chat = engine.chat_template is not None
     encoded = [engine.encode(prompt, chat=chat) for prompt in prompts]
     drafters = [name for name in engine.drafters if name != "none"]
-    plains = [
-        _decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES if drafters
-    ]
-    text = encoded[0] + (plains[0].tokens[0] if plains else [])
-    noise = measure_noise(engine, text)
+    plains = [_decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES]
+    noise = measure_noise(engine, encoded[0] + plains[0].tokens[0])
     equality = [
         _check_equality(engine, drafter, each, plain, every, noise, report)
         for drafter in drafters
