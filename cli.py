@@ -18,7 +18,8 @@ import click
 
 from eagle3 import __version__
 from eagle3.plans.commands import plan_group
-from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
+from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan, TreeRequest
+from eagle3.plans.tree_paths import DYNAMIC, STATIC_TREES, read_paths
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.options import (
     all_options,
@@ -93,6 +94,17 @@ _engine_options = all_options(
     click.option("--threads", type=int, help="Of each engine; default: the cores it may use."),
     click.option("--device", default="cpu", help="Where the engines run."),
 )
+
+
+def _read_tree(ctx: click.Context, param: click.Parameter, value: str | None) -> TreeRequest | None:
+    """`--tree` with its file read; --tree dynamic stays a name, since the bundle has its sizes."""
+    return value if value in (None, DYNAMIC) else read_paths(value).paths
+
+
+_TREES = f"{', '.join([DYNAMIC, *STATIC_TREES])}, or a JSON file of child-rank paths"
+_tree_option = click.option(
+    "--tree", metavar="NAME|FILE", callback=_read_tree, help=f"Draft tree: {_TREES}."
+)
 # Without a default: what is not given is not passed on, so the engine's own defaults hold.
 _request_options = all_options(
     click.option("--max-new-tokens", type=int, help="Longest answer."),
@@ -123,6 +135,7 @@ _request_options = all_options(
     click.option("--draft-top-k", type=int, help="Children of a node of the draft tree."),
     click.option("--draft-depth", type=int, help="Levels of the draft tree."),
     click.option("--num-draft-tokens", type=int, help="Draft tokens verified in a round."),
+    _tree_option,
 )
 
 
@@ -225,6 +238,7 @@ def chat(bundle: str, system: str | None, threads: int | None, device: str, **fl
 )
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Only the first so many.")
 @click.option("--max-new-tokens", type=int, help="Of each answer.")
+@_tree_option
 @json_option
 @_engine_options
 def verify(
@@ -232,6 +246,7 @@ def verify(
     prompts: Path | None,
     num_prompts: int | None,
     max_new_tokens: int | None,
+    tree: TreeRequest | None,
     as_json: bool,
     threads: int | None,
     device: str,
@@ -243,7 +258,7 @@ def verify(
     texts = PROMPTS if prompts is None else load_prompts(prompts)
     limit = checks.MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     engine = _load(bundle, threads, device)
-    report = checks.verify(engine, texts[:num_prompts], limit, report=note)
+    report = checks.verify(engine, texts[:num_prompts], limit, tree=tree, report=note)
     print_result(report.to_json(), report.lines(), as_json)
     if not report.passed:
         raise SystemExit(1)
@@ -306,6 +321,7 @@ _PLAN = Plan()
 @click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the default tree.")
 @click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of the default tree.")
 @click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
+@click.option("--tree", metavar="NAME|FILE", help=f"The default tree: {_TREES}.")
 @click.option(
     "--aux-layers",
     "aux_layer_ids",
@@ -349,21 +365,33 @@ def _plan(ctx: click.Context) -> Plan:
     if preset is None:
         # ONNX Runtime's CPU provider has no bfloat16.
         backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
-        tree = TreePlan(**given_fields(TreePlan, flags))
-        return Plan(**given_fields(Plan, flags), tree=tree, backend=backend)
+        tree = _default_tree(ctx, TreePlan(**given_fields(TreePlan, flags)))
+        return Plan(**{**given_fields(Plan, flags), "tree": tree, "backend": backend})
     from eagle3.plans.preset import load_preset
 
-    plan = load_preset(preset).plan
-    typed = {k: v for k, v in flags.items() if ctx.get_parameter_source(k) is not _DEFAULT}
-    tree = replace(plan.tree, **given_fields(TreePlan, typed))
-    return replace(plan, **given_fields(Plan, typed), tree=tree)
+    plan, typed = load_preset(preset).plan, _typed(ctx)
+    tree = _default_tree(ctx, replace(plan.tree, **given_fields(TreePlan, typed)))
+    return replace(plan, **{**given_fields(Plan, typed), "tree": tree})
+
+
+def _typed(ctx: click.Context) -> dict[str, Any]:
+    return {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is not _DEFAULT}
+
+
+def _default_tree(ctx: click.Context, dynamic: TreePlan) -> TreePlan:
+    """The static tree that was named, whole unless a size was typed; else the dynamic one."""
+    name = ctx.params["tree"]
+    if name is None:
+        return dynamic
+    if name == DYNAMIC:
+        return replace(dynamic, static=None)
+    return TreePlan.of_paths(read_paths(name), **given_fields(TreePlan, _typed(ctx)))
 
 
 def _command(ctx: click.Context) -> str:
     """What was typed, less --force, which the manifest keeps.
 
-    An absolute path of target, draft, output or plan is cut to its last name: put it back to
-    repeat it.
+    An absolute path in it is cut to its last name: put it back to repeat it.
     """
     words = ["eagle3", "export"]
     for option in ctx.command.params:
@@ -375,7 +403,8 @@ def _command(ctx: click.Context) -> str:
             words += [word for each in value for word in (option.opts[-1], each)]
             continue
         words.append(option.opts[-1])
-        if option.name in ("target", "draft", "output", "preset") and Path(value).is_absolute():
+        paths = ("target", "draft", "output", "preset", "tree")
+        if option.name in paths and Path(value).is_absolute():
             value = Path(value).name
         if value is not True:
             words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))

@@ -6,7 +6,9 @@ it (`Plan.override`). Neither object ever changes: another tree is a new object.
 itself is in `rules.py`, what a device has and costs in `device.py` and `roofline.py`.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
@@ -20,6 +22,7 @@ from eagle3.plans.rules import (
     widths_of,
     widths_up_to,
 )
+from eagle3.plans.tree_paths import DYNAMIC, TreePaths, named_paths
 from eagle3.runtime.errors import PlanError
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -42,6 +45,7 @@ _DRAFT_ROWS_PER_TOKEN = 4
 class TreePlan:
     """The draft tree of a round, root excluded. Raises PlanError for a value out of range.
 
+    Dynamic (EAGLE-2) unless `static` names its nodes (EAGLE-1); the sizes then cut that tree.
     `num_draft_tokens` may exceed `num_candidates`: the tree then has every candidate there is.
     """
 
@@ -51,11 +55,37 @@ class TreePlan:
     """D: number of levels below the root."""
     num_draft_tokens: int = 3
     """Nodes kept for verification; one target call sees these and the root."""
+    static: TreePaths | None = None
+    """The nodes of a static tree; None lets the draft's scores choose them."""
 
     def __post_init__(self) -> None:
         _set_int(self, "draft_top_k", MAX_DRAFT_TOP_K, where="tree.")
         _set_int(self, "draft_depth", MAX_DRAFT_DEPTH, where="tree.")
         _set_int(self, "num_draft_tokens", MAX_DRAFT_TOKENS, where="tree.")
+        if not isinstance(self.static, TreePaths | None):
+            raise PlanError(f"tree.static is {self.static!r:.80}: give TreePaths or None")
+
+    @classmethod
+    def of_paths(cls, paths: TreePaths, **sizes: int) -> TreePlan:
+        """The static tree of `paths`, whole but for the sizes that are given."""
+        whole = {
+            "draft_top_k": paths.top_k,
+            "draft_depth": paths.depth,
+            "num_draft_tokens": paths.num_nodes,
+        }
+        return cls(**{**whole, **sizes}, static=paths)
+
+    @property
+    def policy(self) -> str:
+        """`dynamic` or `static`."""
+        return DYNAMIC if self.static is None else "static"
+
+    @property
+    def static_in_use(self) -> TreePaths | None:
+        """The static tree within the sizes."""
+        if self.static is None:
+            return None
+        return self.static.cut(self.draft_top_k, self.draft_depth, self.num_draft_tokens)
 
     @property
     def num_candidates(self) -> int:
@@ -65,26 +95,53 @@ class TreePlan:
     @property
     def top_k_in_use(self) -> int:
         """More children a node, or frontier nodes, than tokens in the tree change nothing."""
-        return min(self.draft_top_k, self.num_draft_tokens)
+        paths = self.static_in_use
+        return min(self.draft_top_k, self.num_draft_tokens) if paths is None else paths.top_k
 
     @property
     def depth_in_use(self) -> int:
         """More levels than tokens in the tree change nothing."""
-        return min(self.draft_depth, self.num_draft_tokens)
+        paths = self.static_in_use
+        return min(self.draft_depth, self.num_draft_tokens) if paths is None else paths.depth
 
     @property
     def num_draft_rows(self) -> int:
         """Rows of the draft in one round, besides those of committed tokens."""
-        return self.top_k_in_use * (self.depth_in_use - 1)
+        paths = self.static_in_use
+        if paths is None:
+            return self.top_k_in_use * (self.depth_in_use - 1)
+        return paths.num_draft_rows
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: object) -> "TreePlan":
-        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
-        return cls(**_exact_fields(cls, data, "tree"))
+    def from_json(cls, data: object) -> TreePlan:
+        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field.
+
+        `static` may be missing: the trees of older bundles are dynamic.
+        """
+        if isinstance(data, Mapping):
+            data = {"static": None, **data}
+        values = _exact_fields(cls, data, "tree")
+        static = values.pop("static")
+        return cls(**values, static=None if static is None else TreePaths.from_json(static))
+
+
+TreeRequest = str | Sequence[Sequence[int]] | TreePlan
+"""A tree as a request may name it: "dynamic" or a static tree's name, paths, or a whole plan."""
+
+
+def _requested(tree: TreeRequest, default: TreePlan) -> TreePlan:
+    """Raises PlanError for a name that is unknown and paths that make no tree."""
+    if isinstance(tree, TreePlan):
+        return tree
+    if isinstance(tree, str):
+        if tree == DYNAMIC:
+            return replace(default, static=None)
+        return TreePlan.of_paths(named_paths(tree))
+    return TreePlan.of_paths(TreePaths(tree))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -162,7 +219,7 @@ class Plan:
         """Why nothing can build or run this plan yet, if so: it may only be reckoned with."""
         return unbuilt_reasons(self)
 
-    def resolved(self) -> "Plan":
+    def resolved(self) -> Plan:
         """A plan without "same" and without widths left open: what it says is what is built."""
         widths = self.verify_widths
         if not widths and self.backend in PADDED_BACKENDS:
@@ -180,26 +237,29 @@ class Plan:
         draft_top_k: int | None = None,
         draft_depth: int | None = None,
         num_draft_tokens: int | None = None,
+        tree: TreeRequest | None = None,
     ) -> TreePlan:
         """The tree of one request: this plan's, with what the request names put in its place.
 
-        Raises PlanError, naming the field and both numbers, for a tree the engines cannot verify.
+        tree: another one altogether; "dynamic" keeps the plan's sizes. Raises PlanError, naming the
+        field and both numbers, for a tree the engines cannot verify.
         """
-        asked = {
+        asked: dict[str, Any] = {
             "draft_top_k": draft_top_k,
             "draft_depth": draft_depth,
             "num_draft_tokens": num_draft_tokens,
         }
-        tree = replace(self.tree, **{k: v for k, v in asked.items() if v is not None})
-        _check_tree(tree, self.max_draft_tokens)
-        return tree
+        base = self.tree if tree is None else _requested(tree, self.tree)
+        found = replace(base, **{k: v for k, v in asked.items() if v is not None})
+        _check_tree(found, self.max_draft_tokens)
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object; `tree` is an object in it."""
         return {**asdict(self), "verify_widths": list(self.verify_widths)}
 
     @classmethod
-    def from_json(cls, data: object) -> "Plan":
+    def from_json(cls, data: object) -> Plan:
         """The plan of something built: reads `to_json`'s object.
 
         Raises PlanError for a missing, unknown or wrong field, and for what nothing builds yet.

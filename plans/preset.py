@@ -20,6 +20,7 @@ from typing import Any
 
 from eagle3.plans.device import Device
 from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.tree_paths import TreePaths
 from eagle3.runtime.errors import PlanError
 
 _SUFFIX = ".toml"
@@ -119,7 +120,10 @@ def _device(data: object) -> Device:
 def _plan(data: object) -> Plan:
     values = _fields(Plan, data, "plan")
     if "tree" in values:
-        values["tree"] = TreePlan(**_fields(TreePlan, values["tree"], "plan.tree"))
+        tree = _fields(TreePlan, values["tree"], "plan.tree")
+        static = tree.pop("static", None)
+        paths = None if static is None else TreePaths.from_json(static)
+        values["tree"] = TreePlan(**tree, static=paths)
     return Plan(**values)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from eagle3.runtime.chat import Prompt
+from eagle3.runtime.drafters.lookup import LookupDrafter
 from eagle3.runtime.engine import Engine, Result
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE, Stats
@@ -124,7 +125,9 @@ def warnings(stats: Stats) -> list[str]:
     lines = []
     drafted = stats.rounds - stats.plain_rounds
     first = stats.accepted_by_position[0] if stats.accepted_by_position else 1.0
-    if drafted >= _ENOUGH_ROUNDS and first < NEAR_ZERO_ACCEPTANCE:
+    # A text need not repeat itself: only a model that misses is at fault.
+    a_model = stats.drafter != LookupDrafter.name
+    if a_model and drafted >= _ENOUGH_ROUNDS and first < NEAR_ZERO_ACCEPTANCE:
         lines.append(
             f"warning: only {first:.1%} of the first draft tokens were accepted: on ordinary text"
             " that is a wiring fault of the head (fused layers, RoPE, vocabulary mapping, chat"

@@ -90,6 +90,12 @@ def cache_bytes(bundle: Bundle) -> dict[str, int]:
 
 def tree_text(tree: TreePlan) -> str:
     """A tree plan in words."""
+    paths = tree.static_in_use
+    if tree.static is not None and paths is not None:
+        return (
+            f"static, {tree.static.name or 'of its own paths'}: up to {paths.top_k} a node,"
+            f" {paths.depth} levels, {paths.num_nodes} tokens are verified"
+        )
     if tree.draft_top_k == 1:
         return f"a chain of {tree.depth_in_use} draft tokens a round"
     return (
@@ -141,7 +147,7 @@ def _target_text(bundle: Bundle) -> str:
 
 def _draft_rows(draft: DraftInfo | None) -> Iterator[tuple[str, str]]:
     if draft is None:
-        yield "draft", "none: plain decoding only"
+        yield "draft", "none: plain decoding, or --drafter lookup"
         return
     method = _METHODS.get(draft.method, draft.method)
     yield "draft", f"{method} ({draft.dialect}), draft vocabulary {draft.draft_vocab_size}"

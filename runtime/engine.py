@@ -11,7 +11,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.plan import TreePlan, TreeRequest
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.chat import ChatTemplate, Prompt, encode_prompt, load_tokenizer
 from eagle3.runtime.decode import Decoding, Round
@@ -80,6 +80,7 @@ class Options(TypedDict, total=False):
     draft_top_k: int | None
     draft_depth: int | None
     num_draft_tokens: int | None
+    tree: TreeRequest | None
     logprobs: int | bool | None
     cancel: threading.Event | None
 
@@ -156,6 +157,7 @@ class Engine:
         draft_top_k: int | None = None,
         draft_depth: int | None = None,
         num_draft_tokens: int | None = None,
+        tree: TreeRequest | None = None,
         logprobs: int | bool | None = None,
         cancel: threading.Event | None = None,
     ) -> Iterator[Chunk]:
@@ -164,10 +166,11 @@ class Engine:
         One request runs at a time: a stream holds the engine until it is read to its end or closed,
         and requests of other threads wait. prompt: a text (a user's message with chat=True, as it
         is with chat=False), a list of messages, or token ids. drafter: None for the bundle's,
-        "none" for plain decoding; naming one, or any of the three draft sizes, also keeps
-        speculation on where it does not pay. acceptance: "rejection" or "coupled" (same seed, same
-        text, with any drafter). logprobs: how many alternatives to give for each token. cancel:
-        ends the request after the round in flight when it is set.
+        "none" for plain decoding; naming one, a tree, or any of the three draft sizes, also keeps
+        speculation on where it does not pay. tree: "dynamic", the name of a static tree, or its
+        paths as lists of child ranks; the draft sizes then cut it. acceptance: "rejection" or
+        "coupled" (same seed, same text, with any drafter). logprobs: how many alternatives to give
+        for each token. cancel: ends the request after the round in flight when it is set.
 
         Raises RequestError (PromptTooLong, ...) before anything runs; EngineError if an engine
         fails.
@@ -185,19 +188,20 @@ class Engine:
             acceptance=acceptance,
         )
         params.validate_for_vocab(self.bundle.manifest.target.vocab_size)
-        sizes = {
+        shape = {
             "draft_top_k": draft_top_k,
             "draft_depth": draft_depth,
             "num_draft_tokens": num_draft_tokens,
+            "tree": tree,
         }
-        explicit = drafter is not None or any(size is not None for size in sizes.values())
+        explicit = drafter is not None or any(each is not None for each in shape.values())
         request = Request(
             prompt_ids=self.encode(prompt, chat=chat),
             params=params,
             max_new_tokens=checked_count("max_new_tokens", max_new_tokens),
             stop=_checked_stop(stop),
             drafter=self._checked_drafter(drafter),
-            tree=self._tree(sizes),
+            tree=self._tree(shape),
             may_fall_back=not explicit,
             num_logprobs=_checked_logprobs(logprobs),
             cancel=_checked_cancel(cancel),
@@ -267,7 +271,7 @@ class Engine:
             pace=Pace(request.may_fall_back, rule.token_exact, self._plain_cost),
             clock=self._clock,
             cancel=request.cancel,
-            stats=StatsRecorder(),
+            stats=StatsRecorder(request.drafter),
         )
 
     def turn(self) -> _Turn:
@@ -291,9 +295,9 @@ class Engine:
             )
         return name
 
-    def _tree(self, sizes: Mapping[str, int | None]) -> TreePlan:
+    def _tree(self, shape: Mapping[str, Any]) -> TreePlan:
         try:
-            return self.plan.override(**sizes)
+            return self.plan.override(**shape)
         except PlanError as error:
             raise RequestError(str(error)) from error
 

@@ -92,8 +92,9 @@ def check_rejection(
 
 
 def tree_name(tree: TreePlan) -> str:
-    """A tree in short: top-k, depth, tokens."""
-    return f"{tree.draft_top_k},{tree.draft_depth},{tree.num_draft_tokens}"
+    """A tree in short: top-k, depth, tokens; in front of them the name of a static one."""
+    sizes = f"{tree.draft_top_k},{tree.draft_depth},{tree.num_draft_tokens}"
+    return sizes if tree.static is None else f"{tree.static.name or tree.policy} {sizes}"
 
 
 def significant(checks: Sequence[RejectionCheck]) -> list[RejectionCheck]:

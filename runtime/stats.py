@@ -13,9 +13,10 @@ NEAR_ZERO_ACCEPTANCE = 0.10
 class Stats:
     """Counts and times of one request; times in milliseconds of wall clock.
 
-    rounds: target calls after the prefill. acceptance_length: committed tokens per round, the
-    target's own token included (tau). accepted_by_position: of the rounds that proposed a token
-    at draft position i, proposed_by_position of them, the share that accepted one.
+    drafter: the name of the one that proposed. rounds: target calls after the prefill.
+    acceptance_length: committed tokens per round, the target's own token included (tau).
+    accepted_by_position: of the rounds that proposed a token at draft position i,
+    proposed_by_position of them, the share that accepted one.
     tokens_per_second: of the rounds, the first token (it belongs to the prefill) not counted.
     engine_ms: the part of decode_ms inside engines. plain_rounds: those without a draft. fell_back:
     speculation was switched off as it cost more than it gained.
@@ -31,6 +32,7 @@ class Stats:
     decode_ms: float = 0.0
     engine_ms: float = 0.0
     fell_back: bool = False
+    drafter: str = "none"
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -41,7 +43,8 @@ class Stats:
 class StatsRecorder:
     """Adds up one request."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: str) -> None:
+        self._drafter = drafter
         self.prefill_ns = self.decode_ns = self.engine_ns = 0
         self.rounds = self.plain_rounds = self.committed = 0
         self.fell_back = False
@@ -79,4 +82,5 @@ class StatsRecorder:
             decode_ms=self.decode_ns / 1e6,
             engine_ms=self.engine_ns / 1e6,
             fell_back=self.fell_back,
+            drafter=self._drafter,
         )

@@ -154,18 +154,21 @@ class Frontier:
     tokens: Int64s  # [F]
     parent_slots: Int64s  # [F] slot of the parent in the frontier before; all 0 (the root) at first
     row_mask: Bools  # [F, R] True where a draft row is the node itself or one of its ancestors
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredFrontier(Frontier):
+    """The K candidates of highest value among those of their depth."""
+
     candidates: Int64s  # [F] index among all candidates
     values: Float32s  # [F] log of the product of q along the path
 
 
 class DynamicTree:
-    """EAGLE-2's tree, one depth at a time: expand, then rerank (EAGLE-2, section 4).
+    """EAGLE-2's tree, a `TreeBuilder`: expand, then rerank (EAGLE-2, section 4).
 
-    `add_root_candidates` gives depth 1; then, while `frontier` is not None, run the draft on it
-    and `add` what it proposes (D - 1 times at most); `finish` at any time. Rows of ids and
-    log-probabilities are sorted best first; more than K columns are cut. A candidate with a
-    non-finite log-probability, or with a sibling's token, is dropped. Its candidates are
-    deterministic: sampled ones must not be reranked, that choice would bias them.
+    At most D - 1 depths are added; more than K columns are cut. Its candidates are deterministic:
+    sampled ones must not be reranked, that choice would bias them.
     """
 
     def __init__(self, root_token: int, top_k: int, depth: int, num_draft_tokens: int) -> None:
@@ -179,10 +182,10 @@ class DynamicTree:
         self._tokens[0], self._parents[0], self._values[0] = root_token, -1, 0.0
         root = np.zeros(1, np.int64)
         no_rows = np.zeros((1, 0), np.bool_)
-        self._frontier = Frontier(0, self._tokens[:1], root, no_rows, root, self._values[:1])
+        self._frontier = ScoredFrontier(0, self._tokens[:1], root, no_rows, root, self._values[:1])
 
     @property
-    def frontier(self) -> Frontier | None:
+    def frontier(self) -> ScoredFrontier | None:
         """What to run next; None once depth D is reached or nothing is left to expand."""
         frontier = self._frontier
         if frontier.depth == self._max_depth or frontier.tokens.size == 0:
@@ -207,7 +210,7 @@ class DynamicTree:
         above = before.values[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             sums = above + top_log_probs.astype(np.float32, copy=False)
-        usable = _usable(top_ids, sums)
+        usable = usable_candidates(top_ids, sums)
         slots, _ = np.nonzero(usable)
         # log q <= 0, up to rounding: a child may never rank above its parent.
         values = np.minimum(sums, above)[usable]
@@ -217,11 +220,11 @@ class DynamicTree:
         self._parents[new] = before.candidates[slots]
         self._values[new] = values
         best = np.argsort(-values, kind="stable")[: self._top_k]
-        self._frontier = Frontier(
+        self._frontier = ScoredFrontier(
             depth=before.depth + 1,
             tokens=self._tokens[new][best],
             parent_slots=slots[best],
-            row_mask=_extended(before.row_mask, slots[best]),
+            row_mask=extended_mask(before.row_mask, slots[best]),
             candidates=best + first,
             values=values[best],
         )
@@ -238,7 +241,7 @@ class DynamicTree:
         return Tree(self._tokens[order], node_of[self._parents[order]])
 
 
-def _usable(ids: Int64s, sums: Float32s) -> Bools:
+def usable_candidates(ids: Int64s, sums: Float32s) -> Bools:
     """bool [F, K]: finite, and the first of its token among the usable ones of its row."""
     usable: Bools = np.isfinite(sums)
     in_order = np.sort(ids, axis=1)
@@ -252,7 +255,7 @@ def _usable(ids: Int64s, sums: Float32s) -> Bools:
     return usable
 
 
-def _extended(row_mask: Bools, parent_slots: Int64s) -> Bools:
+def extended_mask(row_mask: Bools, parent_slots: Int64s) -> Bools:
     """[F', R + F'] mask of a new step: the parents' rows of [F, R], then each node itself."""
     num_new, num_rows = parent_slots.size, row_mask.shape[1]
     extended = np.zeros((num_new, num_rows + num_new), np.bool_)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.plan import TreePlan, TreeRequest
 from eagle3.runtime.engine import Engine
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.params import SamplingParams
@@ -44,7 +44,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 _NUM_CONTEXTS = 3  # of the chi-square tests
-_OTHER_TREES_EVERY = 4  # prompts; a tree that is not the plan's runs on every fourth
+_OTHER_TREES_EVERY = 4  # prompts; a tree that is not the main one runs on every fourth
 _NOISE_WINDOWS = 4  # wide calls that are compared with narrow ones
 _NOISE_TOP = 16  # most likely tokens of a row that are compared: only they can tie
 
@@ -114,8 +114,6 @@ class VerifyReport:
         for each in self.equality:
             lines += _equality_lines(each)
         lines += _rejection_lines(self.rejection)
-        if not self.equality:
-            lines.append("this bundle has no drafter: there is nothing to verify")
         return [*lines, f"verify: {'passed' if self.passed else 'FAILED'}"]
 
 
@@ -134,29 +132,29 @@ def verify(
     prompts: Sequence[str] = PROMPTS,
     max_new_tokens: int = MAX_NEW_TOKENS,
     *,
+    tree: TreeRequest | None = None,
     num_walks: int = NUM_WALKS,
     report: Report = lambda _: None,
 ) -> VerifyReport:
     """Checks every drafter of the engine's bundle against plain decoding, and `rejection`.
 
-    num_walks: acceptance walks of each chi-square context. report: told of every prompt done.
-    Raises RequestError for a prompt that the engine refuses.
+    tree: in the plan's place, as the one that every prompt runs with. num_walks: acceptance walks
+    of each chi-square context. report: told of every prompt done. Raises RequestError for a prompt
+    that the engine refuses, PlanError for a tree.
     """
+    main = engine.plan.override(tree=tree)
     if not prompts:
         raise RequestError("there are no prompts to verify on: give at least one")
     chat = engine.chat_template is not None
     encoded = [engine.encode(prompt, chat=chat) for prompt in prompts]
     drafters = [name for name in engine.drafters if name != "none"]
-    plain = [
-        _decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES if drafters
-    ]
-    text = encoded[0] + (plain[0].tokens[0] if plain else [])
-    noise = measure_noise(engine, text)
+    plains = [_decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES]
+    noise = measure_noise(engine, encoded[0] + plains[0].tokens[0])
     equality = [
-        _check_equality(engine, drafter, tree, each, noise, report)
+        _check_equality(engine, drafter, each, plain, every, noise, report)
         for drafter in drafters
-        for each in plain
-        for tree in _trees(engine, WIDE)
+        for plain in plains
+        for each, every in _trees(engine, main, WIDE)
     ]
     room = engine.plan.max_seq_len - engine.plan.max_draft_tokens - 1
     contexts = [ids for ids in encoded if len(ids) <= room]
@@ -166,7 +164,7 @@ def verify(
         for check in check_rejection(
             engine,
             drafter,
-            _trees(engine, WIDE, CHAIN),
+            [each for each, _ in _trees(engine, main, WIDE, CHAIN)],
             contexts[:_NUM_CONTEXTS],
             num_walks,
             report,
@@ -198,11 +196,14 @@ def measure_noise(engine: Engine, text: Sequence[int]) -> float:
     return worst
 
 
-def _trees(engine: Engine, *more: TreePlan) -> list[TreePlan]:
-    """The plan's tree, and others cut to what the bundle can verify; none twice."""
+def _trees(engine: Engine, main: TreePlan, *others: TreePlan) -> list[tuple[TreePlan, int]]:
+    """`main` for every prompt, and others for some, cut to what the bundle can verify.
+
+    (tree, n): it runs on every n-th prompt. None twice.
+    """
     limit = engine.plan.max_draft_tokens
-    cut = [replace(tree, num_draft_tokens=min(tree.num_draft_tokens, limit)) for tree in more]
-    return list(dict.fromkeys([engine.plan.tree, *cut]))
+    cut = [replace(each, num_draft_tokens=min(each.num_draft_tokens, limit)) for each in others]
+    return [(main, 1), *((each, _OTHER_TREES_EVERY) for each in cut if each != main)]
 
 
 def _decode_plain(
@@ -218,15 +219,20 @@ def _decode_plain(
 
 
 def _check_equality(
-    engine: Engine, drafter: str, tree: TreePlan, plain: _Plain, noise: float, report: Report
+    engine: Engine,
+    drafter: str,
+    tree: TreePlan,
+    plain: _Plain,
+    every: int,
+    noise: float,
+    report: Report,
 ) -> EqualityCheck:
     divergences = []
     rounds = committed = 0.0
-    every = 1 if tree == engine.plan.tree else _OTHER_TREES_EVERY
     chosen = range(0, len(plain.prompts), every)
     for index in chosen:
         ids, expected = plain.prompts[index], plain.tokens[index]
-        result = engine.generate(ids, drafter=drafter, seed=index, **vars(tree), **plain.options)
+        result = engine.generate(ids, drafter=drafter, tree=tree, seed=index, **plain.options)
         rounds += result.stats.rounds
         committed += result.stats.rounds * result.stats.acceptance_length
         if result.token_ids != expected:

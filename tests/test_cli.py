@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import eagle3
 from eagle3 import cli
 from eagle3.export import build
 from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
 from eagle3.runtime import bundle as bundle_module
 from eagle3.runtime import console, doctor, rules, session
 from eagle3.runtime import engine as engine_module
@@ -28,8 +30,11 @@ from eagle3.runtime import verify as checks
 from eagle3.runtime.accept import Accepted
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.conversation import Conversation, converse
+from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import EngineError, EngineMissing, RequestError
 from eagle3.runtime.stats import Stats
+from eagle3.runtime.tree import Tree
 
 
 @pytest.fixture
@@ -260,6 +265,59 @@ def test_every_option_reaches_the_engine(
     }
 
 
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_tree_by_name_or_from_a_file(
+    loaded: eagle3.Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    seen: list[TreePlan] = []
+    propose = EagleDrafter.propose
+
+    def spied(self: EagleDrafter, request: DraftRequest) -> Tree:
+        seen.append(request.tree)
+        return propose(self, request)
+
+    monkeypatch.setattr(EagleDrafter, "propose", spied)
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [1], [0, 0]]")
+    words = (command, "b", *(["t3"] if command == "run" else ["--num-prompts", "1"]))
+    for tree, paths in (("eagle1", STATIC_TREES["eagle1"]), (file, ((0,), (1,), (0, 0)))):
+        seen.clear()
+        result = call(*words, "--tree", tree, "--max-new-tokens", "12")
+        assert result.exit_code == 0, result.output
+        expected = paths if isinstance(paths, TreePaths) else TreePaths(paths)
+        assert expected in [each.static for each in seen]
+    assert call(*words, "--tree", "dynamic", "--max-new-tokens", "4").exit_code == 0
+    failed(call(*words, "--tree", "medusa"), 1, "tree 'medusa' is neither a file nor one of")
+    file.write_text("[[1]]")
+    failed(call(*words, "--tree", file), 1, "tree.json: path [1] of the static tree")
+
+
+def test_export_keeps_a_static_tree(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    requests: list[build.ExportRequest] = []
+
+    def fake(request: build.ExportRequest, report: Any) -> Any:
+        requests.append(request)
+        return bundle, type("Check", (), {"warnings": []})
+
+    monkeypatch.setattr(build, "export_bundle", fake)
+    words = ("export", "--target", "t", "--draft", "h", "-o", "out", "--tree")
+    file = tmp_path / "my tree.json"
+    file.write_text("[[0], [1], [0, 0]]")
+    for more in (["eagle1"], ["eagle1", "--draft-depth", "3"], [file], ["dynamic"]):
+        assert call(*words, *more).exit_code == 0
+    small = TreePaths(((0,), (1,), (0, 0)))
+    assert [each.plan.tree for each in requests] == [
+        TreePlan(4, 5, 25, STATIC_TREES["eagle1"]),
+        TreePlan(4, 3, 25, STATIC_TREES["eagle1"]),
+        TreePlan(2, 2, 3, small),
+        Plan().tree,
+    ]
+    assert requests[2].command.endswith("--tree 'my tree.json'")
+    failed(call(*words, "medusa"), 1, "tree 'medusa' is neither a file nor one of")
+
+
 def test_no_draft_is_plain_decoding(loaded: eagle3.Engine) -> None:
     result = call("run", "b", "t3", "--no-draft", "--json", "--max-new-tokens", "6")
     stats = json.loads(result.stdout)["stats"]
@@ -354,6 +412,7 @@ def test_statistics_name_a_wiring_fault_and_a_fall_back() -> None:
     fault, fallen = console.warnings(bad)
     assert "only 5.0% of the first draft tokens" in fault and "wiring fault" in fault
     assert "4 of 20 rounds were plain" in fallen
+    assert "wiring" not in " ".join(console.warnings(replace(bad, drafter="lookup")))
     few = Stats(rounds=4, accepted_by_position=(0.0,))
     good = Stats(rounds=20, accepted_by_position=(0.5,))
     assert console.warnings(few) == console.warnings(good) == []
@@ -610,6 +669,13 @@ def test_export_for_real(llama_folder: Path, tmp_path: Path) -> None:
     assert command.startswith(f"eagle3 export --target {llama_folder.name} --draft none")
     again = call(*words, *sizes)
     failed(again, 1, "error: ", "exists", "--force")
+    # Without a draft there are no features: lookup needs none.
+    prompt = (tmp_path / "out", "t3 t4 t5 t3 t4", "--max-new-tokens", "30", "--threads", "1")
+    compared = call("run", *prompt, "--drafter", "lookup", "--compare", "--json")
+    assert compared.exit_code == 0, compared.output
+    data = json.loads(compared.stdout)
+    assert data["compare"]["token_equal"] and data["stats"]["drafter"] == "lookup"
+    assert data["stats"]["proposed_by_position"]
 
 
 def test_commands_are_those_that_were_promised() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.drafters.base import Drafter, DraftRequest, NoDrafter
+from eagle3.runtime.drafters.lookup import LookupDrafter
 from eagle3.runtime.session import Clock
 
 __all__ = ["DRAFTERS", "DraftRequest", "Drafter", "NoDrafter", "available", "build"]
@@ -17,6 +18,10 @@ __all__ = ["DRAFTERS", "DraftRequest", "Drafter", "NoDrafter", "available", "bui
 
 def _none(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
     return NoDrafter()
+
+
+def _lookup(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+    return LookupDrafter()
 
 
 def _eagle(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
@@ -32,6 +37,7 @@ def _eagle(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
 
 DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {
     "none": _none,
+    "lookup": _lookup,
     "eagle": _eagle,
     "eagle3": _eagle,
 }
@@ -40,7 +46,7 @@ DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {
 def available(bundle: Bundle) -> list[str]:
     """The drafters of a bundle, by its manifest; the one it uses by default first."""
     draft = bundle.manifest.draft
-    return [draft.method, "none"] if draft is not None else ["none"]
+    return [draft.method, "none", "lookup"] if draft is not None else ["none", "lookup"]
 
 
 def build(name: str, bundle: Bundle, threads: int, clock: Clock) -> Drafter:

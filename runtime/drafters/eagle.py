@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from eagle3.runtime.draft import DraftEngine, DraftOutput
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
 from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
-from eagle3.runtime.tree import DynamicTree, Tree
+from eagle3.runtime.tree import Tree
+from eagle3.runtime.tree_builder import tree_builder
 
 
 class EagleDrafter:
-    """Dynamic tree of deterministic candidates, or a sampled chain (method sections 2 and 3).
+    """A tree of deterministic candidates, or a sampled chain (method sections 2 and 3).
 
     A row pairs the features of position i with the token of position i + 1, so the newest row
     waits until its token is known: rows are pending until the next `propose`, or until they would
@@ -64,18 +65,17 @@ class EagleDrafter:
         sampled = request.temperature is not None and request.tree.draft_top_k == 1
         if sampled:
             return self._sampled_chain(request)
-        return self._dynamic_tree(request)
+        return self._tree(request)
 
     def _extend(self, top_k: int, want_logits: bool) -> DraftOutput:
         """Runs the pending rows; what comes back is of the newest one."""
         count, self._pending = self._pending, 0
         return self._engine.extend(self._next_ids[:count], top_k, want_logits)
 
-    def _dynamic_tree(self, request: DraftRequest) -> Tree:
-        """EAGLE-2's expand and rerank; one engine call a level."""
-        plan = request.tree
-        top_k = min(plan.top_k_in_use, self._engine.draft_vocab_size)
-        tree = DynamicTree(request.root, top_k, plan.depth_in_use, plan.num_draft_tokens)
+    def _tree(self, request: DraftRequest) -> Tree:
+        """The static tree (EAGLE-1), or expand and rerank (EAGLE-2); one engine call a level."""
+        top_k = min(request.tree.top_k_in_use, self._engine.draft_vocab_size)
+        tree = tree_builder(request.root, request.tree, top_k)
         out = self._extend(top_k, want_logits=False)
         tree.add_root_candidates(out.top_ids[0], out.top_log_probs[0])
         hidden = out.hidden[-1:]

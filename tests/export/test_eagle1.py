@@ -21,6 +21,7 @@ from eagle3.export.check import INT8_TOLERANCE, relative_error
 from eagle3.export.head_graph import build_eagle1_head
 from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.target import lm_head_weight, load_target
+from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.describe import description_lines
 from eagle3.runtime.draft import DraftEngine
@@ -160,16 +161,14 @@ def test_an_int8_head_has_an_lm_head_of_its_own(tmp_path: Path) -> None:
     assert engine.generate(PROMPT, draft_top_k=2, **NO_EOS).token_ids == plain.token_ids
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 4), (3, 3, 6), (4, 5, 30)])
+@pytest.mark.parametrize("tree", [(1, 4, 4), (3, 3, 6), (4, 5, 30), "eagle1"])
 @pytest.mark.parametrize("rule", [{}, {"temperature": 0.8, "seed": 3, "acceptance": "coupled"}])
-def test_the_text_is_that_of_plain_decoding(
-    case: Case, sizes: tuple[int, int, int], rule: dict[str, Any]
-) -> None:
+def test_the_text_is_that_of_plain_decoding(case: Case, tree: Any, rule: dict[str, Any]) -> None:
     engine = eagle3.load(case.bundle.root, threads=1)
-    assert engine.drafters == ["eagle", "none"]
-    tree = dict(zip(("draft_top_k", "draft_depth", "num_draft_tokens"), sizes, strict=True))
+    assert engine.default_drafter == "eagle"
+    asked = tree if isinstance(tree, str) else TreePlan(*tree)
     plain = engine.generate(PROMPT, drafter="none", **NO_EOS, **rule)
-    drafted = engine.generate(PROMPT, drafter="eagle", **tree, **NO_EOS, **rule)
+    drafted = engine.generate(PROMPT, drafter="eagle", tree=asked, **NO_EOS, **rule)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.plain_rounds < 3  # the last ones have no room for a tree
 

@@ -10,6 +10,7 @@ import pytest
 
 import eagle3
 from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.describe import (
     as_text,
@@ -59,7 +60,7 @@ def test_the_words_name_what_matters(bundle: Bundle) -> None:
 
 def test_a_bundle_without_draft_says_so(bundle: Bundle) -> None:
     plain = replace(bundle, manifest=replace(bundle.manifest, draft=None))
-    assert any("none: plain decoding only" in line for line in description_lines(plain))
+    assert any("none: plain decoding, or" in line for line in description_lines(plain))
     assert set(cache_bytes(plain)) == {"target"}
 
 
@@ -77,6 +78,13 @@ def test_json_is_json(bundle: Bundle) -> None:
 
 def test_a_chain_is_called_one() -> None:
     assert tree_text(TreePlan(1, 5, 3)) == "a chain of 3 draft tokens a round"
+
+
+def test_a_static_tree_is_called_by_its_name() -> None:
+    whole = TreePlan.of_paths(STATIC_TREES["eagle1"])
+    assert tree_text(whole) == ("static, eagle1: up to 4 a node, 5 levels, 25 tokens are verified")
+    own = TreePlan.of_paths(TreePaths(((0,), (1,), (0, 0))), num_draft_tokens=2)
+    assert "of its own paths: up to 2 a node, 1 levels, 2 tokens" in tree_text(own)
 
 
 @pytest.mark.parametrize(

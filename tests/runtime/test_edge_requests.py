@@ -51,7 +51,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs is 21"),
     ({"logprobs": -1}, "logprobs is -1"),
     ({"logprobs": 1.0}, "logprobs is 1.0"),
-    ({"drafter": "medusa"}, "drafter 'medusa' is unknown; this bundle has: eagle3, none"),
+    ({"drafter": "medusa"}, "drafter 'medusa' is unknown; this bundle has: eagle3, none, lookup"),
     ({"drafter": ["none"]}, r"drafter '\['none'\]' is unknown"),
     ({"draft_top_k": 0}, "draft_top_k is 0"),
     ({"draft_depth": 0}, "draft_depth is 0"),
@@ -60,6 +60,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_draft_tokens": 33}, "num_draft_tokens is 33, but .* 32"),
     ({"num_draft_tokens": 2.0}, "num_draft_tokens is 2.0"),
     ({"draft_top_k": 32, "draft_depth": 32, "num_draft_tokens": 32}, "992 draft rows .* 128"),
+    ({"tree": "medusa"}, "tree 'medusa' is unknown: choose one of dynamic, eagle1"),
+    ({"tree": 5}, "static tree is 5"),
+    ({"tree": [[0], [0, 1]]}, r"path \[0, 1\] .* no better sibling \[0, 0\]"),
+    ({"tree": [[i] for i in range(33)]}, "num_draft_tokens is 33, but .* 32"),
+    ({"tree": "eagle1", "draft_depth": 0}, "draft_depth is 0"),
     ({"cancel": True}, "cancel is True"),
 ]
 BAD_PROMPTS: list[tuple[Any, str]] = [

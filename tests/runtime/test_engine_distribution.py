@@ -51,29 +51,38 @@ def warped(logits: np.ndarray, text: list[int], options: dict[str, Any]) -> np.n
     return p / p.sum()
 
 
-def enumerated(model: Any, options: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """Probability of every text of LENGTH tokens, or fewer that end with EOS."""
+def enumerated(
+    model: Any, options: dict[str, Any], prompt: list[int], length: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of every text of `length` tokens, or fewer that end with EOS."""
     found: dict[tuple[int, ...], float] = {}
     open_texts = {(): 1.0}
-    for _ in range(LENGTH):
-        ids = torch.tensor([[*PROMPT, *text] for text in open_texts])
+    for _ in range(length):
+        ids = torch.tensor([[*prompt, *text] for text in open_texts])
         logits = model(input_ids=ids, use_cache=False).logits[:, -1].double().numpy()
         longer = {}
         for (text, mass), row in zip(open_texts.items(), logits, strict=True):
-            for token, p in enumerate(warped(row, [*PROMPT, *text], options)):
+            for token, p in enumerate(warped(row, [*prompt, *text], options)):
                 if p > 0:
                     (found if token == EOS else longer)[(*text, token)] = mass * p
         open_texts = longer
     return {**found, **open_texts}
 
 
-def p_value(model: Any, engine: eagle3.Engine, options: dict[str, Any], num_samples: int) -> float:
+def p_value(
+    model: Any,
+    engine: eagle3.Engine,
+    options: dict[str, Any],
+    num_samples: int,
+    prompt: list[int] = PROMPT,
+    length: int = LENGTH,
+) -> float:
     """Of the chi-square test; texts expected fewer than 5 times are counted as one."""
-    expected = enumerated(model, options)
+    expected = enumerated(model, options, prompt, length)
     assert sum(expected.values()) == pytest.approx(1)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(num_samples):
-        result = engine.generate(PROMPT, max_new_tokens=LENGTH, seed=seed, **options)
+        result = engine.generate(prompt, max_new_tokens=length, seed=seed, **options)
         counts[tuple(result.token_ids)] += 1
     assert counts.keys() <= expected.keys(), "a text that the target never writes"
     large = [text for text, p in expected.items() if p * num_samples >= 5]
@@ -93,6 +102,30 @@ def test_texts_have_the_targets_distribution(
     small: Any, small_engine: eagle3.Engine, name: str
 ) -> None:
     assert p_value(small, small_engine, CONFIGURATIONS[name], NUM_SAMPLES) > 0.001
+
+
+# Every token stands in it, so each root finds itself; of length 4, so that a match goes on.
+REPEATED = [*range(2, 16), *range(15, 1, -1), 11, 5]
+LONGER: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "static": ({"tree": "eagle1", "temperature": 1.0, "top_k": 4}, PROMPT),
+    "lookup": (
+        {"drafter": "lookup", **SAMPLED_CHAIN, "temperature": 1.0, "top_k": 4},
+        REPEATED,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONGER)
+def test_drafts_that_are_not_sampled_keep_the_distribution(
+    small: Any, small_engine: eagle3.Engine, name: str
+) -> None:
+    """Point masses two levels deep: a fixed shape, and a copy of the text."""
+    options, prompt = LONGER[name]
+    assert p_value(small, small_engine, options, NUM_SAMPLES // 2, prompt, 4) > 0.001
+    some = [small_engine.generate(prompt, max_new_tokens=4, seed=s, **options) for s in range(60)]
+    depths = {len(each.stats.proposed_by_position) for each in some}
+    assert 2 in depths and any(max(each.stats.accepted_by_position) > 0 for each in some)
 
 
 def _softmax_q_for_candidates(tree: Any, target_p: Any, rng: Any) -> Accepted:
@@ -129,6 +162,16 @@ BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     ),
     "no_residual": ("chain", lambda patch: patch.setattr(accept, "_residual", _no_residual)),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONGER)
+def test_that_test_can_fail(
+    small: Any, small_engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options, prompt = LONGER[name]
+    BREAKS["softmax_q"][1](monkeypatch)
+    assert p_value(small, small_engine, options, 1500, prompt, 4) < 1e-6
 
 
 @pytest.mark.slow

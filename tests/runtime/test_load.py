@@ -67,7 +67,7 @@ def refusal(folder: Path) -> str:
 
 
 def test_every_method_has_a_drafter_and_knows_its_engines() -> None:
-    assert set(DRAFTERS) == {"none", *DRAFT_ENGINES}
+    assert set(DRAFTERS) == {"none", "lookup", *DRAFT_ENGINES}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_good_bundle_passes(engine: eagle3.Engine) -> None:
     assert {each.tree.draft_top_k for each in report.rejection} == {1, 3, 4}
     assert {each.context for each in report.rejection} == {0, 1, 2}
     assert 0.0 <= report.noise < 1e-3
-    assert sum("prompt 3 of 3" in line for line in told) == 2 + 2
+    assert sum("prompt 3 of 3" in line for line in told) == 2 + 2 * 2  # plain, two drafters
     assert report.lines()[-1] == "verify: passed"
     assert report.to_json()["passed"] is True
 
