@@ -1,4 +1,4 @@
-"""EAGLE-2's expand and rerank over tensors: what `runtime.tree.DynamicTree` does, for a graph.
+"""EAGLE-2's expand and rerank as ONNX nodes: what `runtime.tree.DynamicTree` does, in a graph.
 
 Shapes are static, only indices depend on data: every depth has K frontier nodes, of which those
 that the numpy builder would not have are *absent*: they rank last, and nothing below them is kept.
@@ -13,52 +13,61 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+import onnx_ir as ir
 
+from eagle3.export.graph_builder import GraphBuilder
 from eagle3.plans.plan import TreePlan
 
 _ABSENT = float("-inf")  # below every value there is: a candidate's value is finite
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST = float(np.finfo(np.float32).max)
 
-Best = Callable[[Tensor, int], Tensor]
-"""values [B,C] without NaN, count -> int64 [B,count]: where the largest stand, largest first, and
-of equal ones the lower index first."""
-
-
-def best_by_top_k(values: Tensor, count: int) -> Tensor:
-    """One TopK: the ONNX operator promises the lower index first, and ONNX Runtime keeps it.
-
-    PyTorch's own topk does not, so this one is for graphs.
-    """
-    return values.topk(count, dim=-1).indices
+Best = Callable[[GraphBuilder, ir.Value, int, int], ir.Value]
+"""(builder, values [B,size] without NaN, size, count) -> int64 [B,count]: where the largest stand,
+largest first, and of equal ones the lower index first."""
 
 
-def best_by_rank(values: Tensor, count: int) -> Tensor:
+def best_by_top_k(add: GraphBuilder, values: ir.Value, size: int, count: int) -> ir.Value:
+    """One TopK: ONNX promises the lower index first, and ONNX Runtime keeps it."""
+    _, indices = add("TopK", values, [count], outputs=2)
+    return indices  # type: ignore[no-any-return]
+
+
+def best_by_rank(add: GraphBuilder, values: ir.Value, size: int, count: int) -> ir.Value:
     """All pairs are compared: exact wherever it runs. TensorRT's TopK leaves open which of two
     equal values comes first.
     """
-    index = torch.arange(values.shape[-1], device=values.device)
-    mine, other = values[..., :, None], values[..., None, :]
-    ahead = (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
-    rank = ahead.sum(-1)  # [..,C]
-    at = rank[..., None, :] == index[:count, None]  # [..,count,C], one True a row
-    return torch.where(at, index, 0).sum(-1)
+    index = np.arange(size)
+    mine, other = add("Unsqueeze", values, [2]), add("Unsqueeze", values, [1])
+    tied = add("And", add("Equal", other, mine), index[None, :] < index[:, None])
+    ahead = add("Or", add("Greater", other, mine), tied)
+    return _placed(add, add.value(index[None, None]), _count(add, ahead, 2), count)
 
 
-def ordered_by_id(ids: Tensor, values: Tensor) -> Tensor:
-    """ids of a row's top K [..,K] int64, values [..,K] best first: of equal values the lower id
-    comes first, as ONNX promises of TopK and TensorRT does not.
+def ordered_by_id(add: GraphBuilder, ids: ir.Value, values: ir.Value, size: int) -> ir.Value:
+    """ids [B,F,K] of a row's top K, values [B,F,K] best first: of equal values the lower id first,
+    as ONNX promises of TopK and TensorRT does not.
 
     Where values tie for the last place, which of them TopK took is left to it. The ids of a row
     with NaN mean nothing afterwards.
     """
-    mine, other = values[..., :, None], values[..., None, :]
-    lower = ids[..., None, :] < ids[..., :, None]
-    rank = ((other > mine) | ((other == mine) & lower)).sum(-1)
-    place = torch.arange(ids.shape[-1], device=ids.device)
-    at = rank[..., None, :] == place[:, None]  # [..,K,K], row r is True where rank r stands
-    return torch.where(at, ids[..., None, :], 0).sum(-1)
+    mine, other = add("Unsqueeze", values, [3]), add("Unsqueeze", values, [2])
+    my_id, other_id = add("Unsqueeze", ids, [3]), add("Unsqueeze", ids, [2])
+    tied = add("And", add("Equal", other, mine), add("Less", other_id, my_id))
+    rank = _count(add, add("Or", add("Greater", other, mine), tied), 3)
+    return _placed(add, other_id, rank, size)
+
+
+def _count(add: GraphBuilder, flags: ir.Value, axis: int) -> ir.Value:
+    """How many are True along an axis, int64."""
+    ones = add("Cast", flags, to=ir.DataType.INT64)
+    return add("ReduceSum", ones, [axis], keepdims=0)  # type: ignore[no-any-return]
+
+
+def _placed(add: GraphBuilder, what: ir.Value, rank: ir.Value, count: int) -> ir.Value:
+    """int64 [..,count] that holds at place r what has rank r; what [..,1,size], rank [..,size]."""
+    at = add("Equal", add("Unsqueeze", rank, [-2]), np.arange(count)[:, None])  # [..,count,size]
+    return add("ReduceSum", add("Where", at, what, 0), [-1], keepdims=0)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -70,122 +79,131 @@ class Frontier:
     candidates [B,F] int64, index among all candidates.
     """
 
-    tokens: Tensor
-    parent_slots: Tensor
-    present: Tensor
-    values: Tensor
-    candidates: Tensor
+    tokens: ir.Value
+    parent_slots: ir.Value
+    present: ir.Value
+    values: ir.Value
+    candidates: ir.Value
 
 
 @dataclass(frozen=True)
 class GrownTree:
-    """The graph's outputs, see `growth_graph.GrowthGraph`."""
+    """What the graph gives, see `growth_graph`."""
 
-    tokens: Tensor
-    parents: Tensor
-    positions: Tensor
-    tree_mask: Tensor
-    num_nodes: Tensor
+    tokens: ir.Value
+    parents: ir.Value
+    positions: ir.Value
+    tree_mask: ir.Value
+    num_nodes: ir.Value
 
 
 class TreeGrowth:
     """Expand, one depth at a time, then rerank; the calls are DynamicTree's.
 
-    root [B] int64: the root's token. tree: its sizes as they are in use. unique: a row never holds
-    a token twice, so siblings need not be compared.
+    root [B,1] int64: the root's token. tree: its sizes as they are in use. unique: a row never
+    holds a token twice, so siblings need not be compared.
     """
 
-    def __init__(self, root: Tensor, tree: TreePlan, best: Best, *, unique: bool) -> None:
-        self._tree, self._best, self._unique = tree, best, unique
-        one = root[:, None]
-        zero, value = torch.zeros_like(one), torch.zeros_like(one, dtype=torch.float32)
-        self._frontier = Frontier(one, zero, torch.ones_like(one, dtype=torch.bool), value, zero)
+    def __init__(
+        self, add: GraphBuilder, root: ir.Value, tree: TreePlan, best: Best, *, unique: bool
+    ) -> None:
+        self._op, self._tree, self._best, self._unique = add, tree, best, unique
+        zero = add("Mul", root, 0)  # [B,1]
+        value = add("Cast", zero, to=ir.DataType.FLOAT)
+        self._above, self._above_index = value, zero  # of the frontier: values, candidates [B,F]
         # Of all candidates so far, [B, some] each; candidate 0 is the root, its own parent here.
-        self._tokens, self._parents, self._values = [one], [zero], [value]
-        self._size = 1
+        self._tokens, self._parents, self._values = [root], [zero], [value]
+        self._width, self._size = 1, 1  # F; candidates so far
 
-    def add(self, top_ids: Tensor, top_log_probs: Tensor) -> None:
+    def add(self, top_ids: ir.Value, top_log_probs: ir.Value) -> None:
         """Row f of ids (target vocabulary) and log q float32, both [B,F,K], belongs to node f."""
-        above = self._frontier.values[..., None]
-        sums = above + top_log_probs
-        usable = sums.abs() <= _LARGEST  # False for NaN
+        op, top_k = self._op, self._tree.draft_top_k
+        above = op("Unsqueeze", self._above, [2])
+        sums = op("Add", above, top_log_probs)
+        usable = op("LessOrEqual", op("Abs", sums), _LARGEST)  # False for NaN
         if not self._unique:
-            usable = usable & ~_repeated(top_ids, usable)
+            usable = op("And", usable, op("Not", _repeated(op, top_ids, usable, top_k)))
         # log q <= 0, up to rounding: a child may never rank above its parent.
-        values = torch.where(usable, torch.minimum(sums, above), _ABSENT)
-        parents = self._frontier.candidates[..., None].expand_as(top_ids)
-        self._tokens.append(top_ids.flatten(1))
-        self._parents.append(parents.flatten(1))
-        self._values.append(values.flatten(1))
+        values = op("Where", usable, op("Min", sums, above), _ABSENT)
+        parents = op("Expand", op("Unsqueeze", self._above_index, [2]), [1, 1, top_k])
+        for kept, new in (
+            (self._tokens, top_ids),
+            (self._parents, parents),
+            (self._values, values),
+        ):
+            kept.append(op("Reshape", new, [0, self._width * top_k]))
+        self._size += self._width * top_k
 
     def next_frontier(self) -> Frontier:
         """The K of highest value of the candidates added last."""
-        tokens, values, top_k = self._tokens[-1], self._values[-1], self._tree.draft_top_k
-        best = self._best(values, top_k)
-        chosen = values.gather(1, best)
-        present = chosen > _ABSENT
-        self._size += tokens.shape[1]
-        self._frontier = Frontier(
-            tokens=torch.where(present, tokens.gather(1, best), 0),
-            parent_slots=best // top_k,
+        op, top_k = self._op, self._tree.draft_top_k
+        tokens, values, size = self._tokens[-1], self._values[-1], self._width * top_k
+        best = self._best(op, values, size, top_k)
+        chosen = op("GatherElements", values, best, axis=1)
+        present = op("Greater", chosen, _ABSENT)
+        self._above, self._above_index = chosen, op("Add", best, self._size - size)
+        self._width = top_k
+        return Frontier(
+            tokens=op("Where", present, op("GatherElements", tokens, best, axis=1), 0),
+            parent_slots=op("Div", best, top_k),
             present=present,
             values=chosen,
-            candidates=best + (self._size - tokens.shape[1]),
+            candidates=self._above_index,
         )
-        return self._frontier
 
-    def finish(self, root_position: Tensor) -> GrownTree:
-        """The M candidates of highest value, as a tree in that order; root_position [B] int64."""
-        num_nodes = self._tree.num_draft_tokens + 1
+    def finish(self, root_position: ir.Value) -> GrownTree:
+        """The M candidates of highest value, as a tree in that order; root_position [B,1] int64."""
+        op, num_nodes = self._op, self._tree.num_draft_tokens + 1
+        node = np.arange(num_nodes)
         tokens, parents, values = (
-            _padded(torch.cat(of_depths, 1), num_nodes, absent)
-            for of_depths, absent in (
-                (self._tokens, 0),
-                (self._parents, 0),
-                (self._values, _ABSENT),
-            )
+            self._all(self._tokens, 0),
+            self._all(self._parents, 0),
+            self._all(self._values, _ABSENT),
         )
-        order = self._best(values, num_nodes)
-        kept = values.gather(1, order) > _ABSENT
-        node = torch.arange(num_nodes, device=order.device)
-        below_root = kept & (node > 0)
-        is_parent = below_root[..., None] & (
-            parents.gather(1, order)[..., None] == order[:, None, :]
-        )  # [B,M,M]; a parent's value is at least its child's, so it is kept and comes first
-        mask = _reachable(is_parent, self._tree.draft_depth)
-        depths = mask.long().sum(-1) - 1
+        order = self._best(op, values, max(self._size, num_nodes), num_nodes)
+        kept = op("Greater", op("GatherElements", values, order, axis=1), _ABSENT)
+        # A parent's value is at least its child's, so it is kept and comes first.
+        theirs = op("Unsqueeze", op("GatherElements", parents, order, axis=1), [2])
+        is_parent = op("Equal", theirs, op("Unsqueeze", order, [1]))  # [B,M,M]
+        has_one = op("Unsqueeze", op("And", kept, (node > 0)[None]), [2])
+        is_parent = op("And", is_parent, has_one)
+        found = op("ReduceSum", op("Where", is_parent, node, 0), [2], keepdims=0)
+        mask = _reachable(op, is_parent, num_nodes, self._tree.draft_depth)
+        depths = op("Sub", _count(op, mask, 2), 1)
         return GrownTree(
-            tokens=torch.where(kept, tokens.gather(1, order), 0),
-            parents=torch.where(is_parent, node, 0).sum(-1) - (node == 0).long(),
-            positions=root_position[:, None] + depths,
+            tokens=op("Where", kept, op("GatherElements", tokens, order, axis=1), 0),
+            parents=op("Sub", found, (node == 0).astype(np.int64)[None]),
+            positions=op("Add", root_position, depths),
             tree_mask=mask,
-            num_nodes=kept.long().sum(-1),
+            num_nodes=_count(op, kept, 1),
         )
 
-
-def _repeated(ids: Tensor, usable: Tensor) -> Tensor:
-    """bool [..,K]: a usable one of the same row stands before it with the same token."""
-    place = torch.arange(ids.shape[-1], device=ids.device)
-    before = place[None, :] < place[:, None]
-    return ((ids[..., None, :] == ids[..., :, None]) & usable[..., None, :] & before).any(-1)
-
-
-def _padded(candidates: Tensor, num_nodes: int, absent: float) -> Tensor:
-    """At least M candidates: a tree may have fewer than it has room for."""
-    missing = num_nodes - candidates.shape[1]
-    if missing <= 0:
-        return candidates
-    return torch.nn.functional.pad(candidates, (0, missing), value=absent)
+    def _all(self, of_depths: list[ir.Value], absent: int | float) -> ir.Value:
+        """[B, at least M]: a tree may have fewer candidates than it has room for."""
+        joined = self._op("Concat", *of_depths, axis=1)
+        missing = self._tree.num_draft_tokens + 1 - self._size
+        if missing > 0:
+            joined = self._op("Pad", joined, [0, 0, 0, missing], absent)
+        return joined  # type: ignore[no-any-return]
 
 
-def _reachable(is_parent: Tensor, depth: int) -> Tensor:
+def _repeated(add: GraphBuilder, ids: ir.Value, usable: ir.Value, top_k: int) -> ir.Value:
+    """bool [B,F,K]: a usable one of the same row stands before it with the same token."""
+    place = np.arange(top_k)
+    equal = add("Equal", add("Unsqueeze", ids, [2]), add("Unsqueeze", ids, [3]))
+    first = add("And", add("Unsqueeze", usable, [2]), place[None, :] < place[:, None])
+    return add("Greater", _count(add, add("And", equal, first), 3), 0)  # type: ignore[no-any-return]
+
+
+def _reachable(add: GraphBuilder, is_parent: ir.Value, num_nodes: int, depth: int) -> ir.Value:
     """bool [B,M,M]: j is i or an ancestor of i, at most `depth` edges away.
 
-    (I + P)^n counts ways of at most n edges, small whole numbers; n doubles with every product.
+    (I + P)^n counts ways of at most n edges; n doubles with every product.
     """
-    steps = is_parent.float() + torch.eye(is_parent.shape[-1], device=is_parent.device)
+    itself = np.eye(num_nodes, dtype=np.float32)
+    steps = add("Add", add("Cast", is_parent, to=ir.DataType.FLOAT), itself)
     edges = 1
     while edges < depth:
-        steps = (steps @ steps).clamp(max=1.0)
+        steps = add("Min", add("MatMul", steps, steps), 1.0)
         edges *= 2
-    return steps > 0.5
+    return add("Greater", steps, 0.5)  # type: ignore[no-any-return]
