@@ -48,7 +48,9 @@ class GraphBuilder:
         value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(dtype)
         self._graph.outputs.append(value)
 
-    def __call__(self, op: str, *inputs: Operand | None, outputs: int = 1, **attributes: Any) -> Any:
+    def __call__(
+        self, op: str, *inputs: Operand | None, outputs: int = 1, **attributes: Any
+    ) -> Any:
         """Adds node "Op" or "domain::Op"; its output, or a tuple of them."""
         domain, _, name = op.rpartition("::")
         values = [None if x is None else self.value(x) for x in inputs]
@@ -69,7 +71,11 @@ class GraphBuilder:
         return self._constants[key]
 
     def copy(
-        self, model: ir.Model, given: Mapping[str, ir.Value], outputs: Sequence[str], rewrite: Rewrite
+        self,
+        model: ir.Model,
+        given: Mapping[str, ir.Value],
+        outputs: Sequence[str],
+        rewrite: Rewrite,
     ) -> list[ir.Value]:
         """Sets into this graph what `outputs` of `model` need; their copies.
 

@@ -75,15 +75,13 @@ class Frontier:
     """The nodes that the draft runs next, best first; absent ones come last.
 
     tokens [B,F] int64 (target vocabulary, 0 where absent); parent_slots [B,F] int64, the slot of
-    the parent in the frontier before; present [B,F] bool; values [B,F] float32, -inf where absent;
-    candidates [B,F] int64, index among all candidates.
+    the parent in the frontier before; present [B,F] bool; values [B,F] float32, -inf where absent.
     """
 
     tokens: ir.Value
     parent_slots: ir.Value
     present: ir.Value
     values: ir.Value
-    candidates: ir.Value
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,6 @@ class TreeGrowth:
             parent_slots=op("Div", best, top_k),
             present=present,
             values=chosen,
-            candidates=self._above_index,
         )
 
     def finish(self, root_position: ir.Value) -> GrownTree:

@@ -131,22 +131,28 @@ def quantize_int8(model: ir.Model) -> int:
 
 
 def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, block: int) -> None:
+    name = weight.name
+    assert name is not None
+    if f"{name}.int8" not in model.graph.initializers:  # another MatMul may read the same weight
+        _store_int8(model, weight, block)
+    stored = [model.graph.initializers[f"{name}.{suffix}"] for suffix in ("int8", "scale")]
+    dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
+    model.graph.insert_before(matmul, dequantize)
+    matmul.replace_input_with(1, dequantize.outputs[0])
+    if not list(weight.uses()):
+        model.graph.initializers.pop(name)
+
+
+def _store_int8(model: ir.Model, weight: ir.Value, block: int) -> None:
     tensor, name = weight.const_value, weight.name
     assert tensor is not None and name is not None
     quantized, scales = block_int8(tensor.numpy().astype(np.float32), block)
-    stored = []
     for suffix, array in (("int8", quantized), ("scale", scales)):
         value = ir.Value(
             name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}")
         )
         value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
         model.graph.register_initializer(value)
-        stored.append(value)
-    dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
-    model.graph.insert_before(matmul, dequantize)
-    matmul.replace_input_with(1, dequantize.outputs[0])
-    if not list(weight.uses()):
-        model.graph.initializers.pop(name)
 
 
 def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -42,7 +42,7 @@ def growth_session(tree: TreePlan, best: Best, *, unique: bool = False) -> Any:
     for depth in range(tree.draft_depth):
         if depth:
             frontier = growth.next_frontier()
-            for name in ("tokens", "parent_slots", "candidates"):
+            for name in ("tokens", "parent_slots"):
                 add.output(getattr(frontier, name), f"{name}.{depth}", int64, "B", top_k)
             add.output(frontier.values, f"values.{depth}", float32, "B", top_k)
         shape = ("B", top_k if depth else 1, top_k)
