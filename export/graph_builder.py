@@ -28,7 +28,7 @@ class GraphBuilder:
     """
 
     def __init__(self, name: str, opsets: Mapping[str, int]) -> None:
-        self._graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name=name)
+        self._graph = ir.Graph([], [], nodes=[], opset_imports=dict(opsets), name=name)
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
         self._fixed: dict[ir.Value, ir.Value] = {}
@@ -48,13 +48,11 @@ class GraphBuilder:
         value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(dtype)
         self._graph.outputs.append(value)
 
-    def __call__(
-        self, op: str, *inputs: Operand | None, outputs: int = 1, **attributes: Any
-    ) -> Any:
+    def __call__(self, op: str, *inputs: Operand | None, outputs: int = 1, **attrs: Any) -> Any:
         """Adds node "Op" or "domain::Op"; its output, or a tuple of them."""
         domain, _, name = op.rpartition("::")
         values = [None if x is None else self.value(x) for x in inputs]
-        node = ir.node(name, values, attributes, domain=domain, num_outputs=outputs)
+        node = ir.node(name, values, attrs, domain=domain, num_outputs=outputs)
         self._graph.append(node)
         return node.outputs[0] if outputs == 1 else node.outputs
 
@@ -82,7 +80,9 @@ class GraphBuilder:
         given: input of the model -> value in this graph. Of nodes that read weights only (a
         Transpose of one) all copies are one.
         """
-        done = {value: given[name] for value in model.graph.inputs if (name := value.name) in given}
+        done = {
+            value: given[str(value.name)] for value in model.graph.inputs if value.name in given
+        }
         wanted = {value.name: value for value in model.graph.outputs}
 
         def resolve(value: ir.Value | None) -> ir.Value:
@@ -129,7 +129,10 @@ class GraphBuilder:
     def _initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
         assert name not in self._graph.initializers, name
         value = ir.Value(
-            name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            name=name,
+            shape=ir.Shape(tensor.shape.numpy()),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
         )
         self._graph.register_initializer(value)
         return value

@@ -14,21 +14,21 @@ int64; tree_mask [B,M,M] bool, ancestors and the node itself; num_nodes [B] int6
 present_v.0. Nodes that are not there come last: token 0 under node 0, at the root's position, seen
 by themselves alone.
 
-Letters: B batch, N extension rows, F feature size, K top-k, M nodes, root included, C slots of the
-cache that are read, R tree rows so far, Hq and Hkv heads, G = Hq / Hkv, D head size.
+Letters: B batch, N extension rows, F feature size, d hidden size, K top-k, M nodes, root included,
+S slots of the draft's cache, Hkv its heads, D their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from eagle3.export.attention import MASKED, MASKED_FLOAT16, PLACEHOLDER, Lowering
+from eagle3.export.attention import PLACEHOLDER, Lowering
 from eagle3.export.graph_builder import GraphBuilder, Resolve
+from eagle3.export.growth_attention import Attend, GrowthAttention, LayerSizes, picked_rows
 from eagle3.export.tree_growth import (
     GrownTree,
     TreeGrowth,
@@ -39,9 +39,6 @@ from eagle3.export.tree_growth import (
 from eagle3.plans.plan import TreePlan
 
 _OPSET = 24  # the first with TensorScatter, which writes the rows of several sequences at once
-
-Attend = Callable[[ir.Value, ir.Value, ir.Value], ir.Value]
-"""q [B,Hq,N,D], k, v [B,Hkv,N,D] after RoPE -> [B,N,Hq,D]"""
 
 
 def growth_graph(
@@ -58,50 +55,16 @@ def growth_graph(
     """
     opsets = {"": _OPSET, "com.microsoft": 1} if lowering.fuses else {"": _OPSET}
     add = GraphBuilder("draft_tree", opsets)
-    sizes = _Sizes.of(draft)
+    sizes = LayerSizes.of(draft)
     call = _call(add, draft, fuse, sizes)
     layer = _Layer(add, draft, tree.draft_top_k, lowering)
-    attention = _Attention(add, sizes, call, lowering)
+    attention = GrowthAttention(add, sizes, call.past, call.past_len, lowering)
     best = best_by_top_k if lowering.reads_used_slots else best_by_rank
     unique = len(np.unique(target_ids)) == len(target_ids)
     growth = TreeGrowth(add, call.root, tree, best, unique=unique)
     grown = _grow(add, layer, attention, growth, call, sizes, tree)
     _declare_outputs(add, grown, attention, sizes, tree.num_draft_tokens + 1)
     return add.model()
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What the traced layer says of itself. dtype: of activations and caches."""
-
-    dtype: ir.DataType
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    capacity: int
-
-    @classmethod
-    def of(cls, draft: ir.Model) -> _Sizes:
-        (node,) = (n for n in draft.graph if (n.domain, n.op_type) == PLACEHOLDER)
-        past = node.inputs[3]
-        assert past is not None and past.shape is not None and past.dtype is not None
-        return cls(
-            dtype=past.dtype,
-            num_heads=node.attributes["heads"].as_int(),
-            num_kv_heads=node.attributes["kv_heads"].as_int(),
-            head_dim=node.attributes["head_dim"].as_int(),
-            scale=node.attributes["scale"].as_float(),
-            capacity=int(past.shape[2]),  # type: ignore[arg-type]
-        )
-
-    @property
-    def cache(self) -> tuple[int | str, ...]:
-        return ("B", self.num_kv_heads, self.capacity, self.head_dim)
-
-    def number(self, value: float) -> np.ndarray:
-        """A constant of the activations' dtype."""
-        return np.array(value, self.dtype.numpy())
 
 
 @dataclass(frozen=True)
@@ -125,7 +88,7 @@ class _Call:
     past: tuple[ir.Value, ir.Value]
 
 
-def _call(add: GraphBuilder, draft: ir.Model, fuse: ir.Model | None, sizes: _Sizes) -> _Call:
+def _call(add: GraphBuilder, draft: ir.Model, fuse: ir.Model | None, sizes: LayerSizes) -> _Call:
     by_name = {value.name: value for value in [*draft.graph.inputs, *(fuse or draft).graph.inputs]}
     source = by_name["features" if fuse is not None else "hidden"]
     assert source.shape is not None
@@ -160,22 +123,22 @@ def _call(add: GraphBuilder, draft: ir.Model, fuse: ir.Model | None, sizes: _Siz
 def _grow(
     add: GraphBuilder,
     layer: _Layer,
-    attention: _Attention,
+    attention: GrowthAttention,
     growth: TreeGrowth,
     call: _Call,
-    sizes: _Sizes,
+    sizes: LayerSizes,
     tree: TreePlan,
 ) -> GrownTree:
     """The extension, whose last row gives the root's candidates, then a step a depth."""
     given = {"input_ids": call.ids, "position_ids": call.positions, "hidden": call.hidden}
     attend = attention.extend(call.positions, call.used)
-    num_rows = {"B": call.num_sequences, "N": call.num_rows, "M": 1}
-    ids, log_q, hidden = layer.run({**given, "logit_rows": call.last}, num_rows, attend)
+    dims: dict[str, ir.Value | int] = {"B": call.num_sequences, "N": call.num_rows, "M": 1}
+    ids, log_q, hidden = layer.run({**given, "logit_rows": call.last}, dims, attend)
     growth.add(ids, log_q)
-    hidden = _rows(add, hidden, call.last)
+    hidden = picked_rows(add, hidden, call.last)
     for depth in range(1, tree.draft_depth):
         frontier = growth.next_frontier()
-        hidden = _rows(add, hidden, frontier.parent_slots)
+        hidden = picked_rows(add, hidden, frontier.parent_slots)
         # As padding: an absent node's row must stay finite.
         present = add("Unsqueeze", frontier.present, [2])
         ahead = np.full((1, tree.draft_top_k), depth - 1)
@@ -185,14 +148,18 @@ def _grow(
             "hidden": add("Where", present, hidden, sizes.number(0)),
         }
         attend = attention.step(frontier.parent_slots, tree.draft_top_k)
-        num_rows = {"B": call.num_sequences, "N": tree.draft_top_k, "M": tree.draft_top_k}
-        ids, log_q, hidden = layer.run(given, num_rows, attend)
+        dims = {**dims, "N": tree.draft_top_k, "M": tree.draft_top_k}
+        ids, log_q, hidden = layer.run(given, dims, attend)
         growth.add(ids, log_q)
     return growth.finish(call.used)
 
 
 def _declare_outputs(
-    add: GraphBuilder, grown: GrownTree, attention: _Attention, sizes: _Sizes, num_nodes: int
+    add: GraphBuilder,
+    grown: GrownTree,
+    attention: GrowthAttention,
+    sizes: LayerSizes,
+    num_nodes: int,
 ) -> None:
     of_node, int64 = ("B", num_nodes), ir.DataType.INT64
     add.output(grown.tokens, "tokens", int64, *of_node)
@@ -202,11 +169,6 @@ def _declare_outputs(
     add.output(grown.num_nodes, "num_nodes", int64, "B")
     for kind, present in zip("kv", attention.present, strict=True):
         add.output(present, f"present_{kind}.0", sizes.dtype, *sizes.cache)
-
-
-def _rows(add: GraphBuilder, x: ir.Value, index: ir.Value) -> ir.Value:
-    """x [B,R,w], index [B,K] -> [B,K,w]."""
-    return add("GatherND", x, add("Unsqueeze", index, [2]), batch_dims=1)  # type: ignore[no-any-return]
 
 
 class _Layer:
@@ -222,7 +184,8 @@ class _Layer:
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Inputs and outputs as in DraftGraph; without logit_rows all rows have candidates.
 
-        dims: what its symbolic dimensions are in this call, [1] or a number. Gives top_ids, top_log_probs [B,M,K] and hidden_out [B,N,d].
+        dims: what its symbolic dimensions are in this call, [1] or a number. Gives top_ids and
+        top_log_probs [B,M,K], hidden_out [B,N,d].
         """
 
         def rewrite(node: ir.Node, resolve: Resolve) -> list[ir.Value] | None:
@@ -271,108 +234,3 @@ def _pick_of(draft: ir.Model) -> ir.Node:
         if any(value in reached for value in node.inputs):
             reached.update(node.outputs)
     raise AssertionError("the draft's graph picks no rows")
-
-
-class _Attention:
-    """Keys and values of the cache and of the tree rows beside it, and who may see which.
-
-    `ort` reads the used C = max(used) slots of the cache, `portable` all C = S. Heads that share
-    keys become rows: [B,Hq,N,D] is [B,Hkv,G*N,D].
-    """
-
-    def __init__(self, add: GraphBuilder, sizes: _Sizes, call: _Call, lowering: Lowering) -> None:
-        self._add, self._sizes, self._call = add, sizes, call
-        self._reads_used_slots = lowering.reads_used_slots
-        self._groups = sizes.num_heads // sizes.num_kv_heads
-        self.present: list[ir.Value] = []
-        self._prefix: tuple[ir.Value, ir.Value] | None = None  # keys [B,Hkv,D,C], values
-        self._tree: list[ir.Value] = []  # keys, values [B,Hkv,R,D] of the tree rows so far
-        self._tree_bias: ir.Value | None = None  # [B,K,R] of the newest K tree rows
-
-    def extend(self, positions: ir.Value, used: ir.Value) -> Attend:
-        """Of the extension rows: writes the cache; a row sees the slots up to its own."""
-        add = self._add
-        longest = add("ReduceMax", used, keepdims=1) if self._reads_used_slots else None
-        end = self._sizes.capacity if longest is None else add("Squeeze", longest)
-        slots = add("Range", 0, end, 1)
-        causal = self._bias(add("LessOrEqual", slots, add("Unsqueeze", positions, [2])))
-        self._seen = self._bias(add("Less", slots, add("Unsqueeze", used, [2])))  # [B,1,C]
-
-        def attend(q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value:
-            self.present = [
-                add("TensorScatter", past, new, self._call.past_len, axis=2, mode="linear")
-                for past, new in zip(self._call.past, (k, v), strict=True)
-            ]
-            keys, values = (
-                x if longest is None else add("Slice", x, [0], add("Reshape", longest, [1]), [2])
-                for x in self.present
-            )
-            self._prefix = self._turned(keys), values
-            scores = self._scores(self._folded(q), self._prefix[0], self._tiled(causal))
-            return self._unfolded(add("MatMul", add("Softmax", scores, axis=-1), values))
-
-        return attend
-
-    def step(self, parent_slots: ir.Value, top_k: int) -> Attend:
-        """Of K tree rows: they see the cache's used slots, their ancestors and themselves.
-
-        parent_slots [B,K]: their parents among the rows of the step before.
-        """
-        add = self._add
-        bias = self._extended(parent_slots, top_k)
-
-        def attend(q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value:
-            assert self._prefix is not None
-            self._tree = [
-                add("Concat", *self._tree[i : i + 1], new, axis=2) for i, new in enumerate((k, v))
-            ]
-            rows = self._folded(q)
-            prefix = self._scores(rows, self._prefix[0], self._seen)
-            beside = self._scores(rows, self._turned(self._tree[0]), self._tiled(bias))
-            # One softmax over both; the scores are joined, not the keys, which are many.
-            weights = add("Softmax", add("Concat", prefix, beside, axis=-1), axis=-1)
-            border = add("Shape", prefix, start=3)
-            of_prefix = add("Slice", weights, [0], border, [3])
-            of_tree = add("Slice", weights, border, [1 << 62], [3])
-            out = add("MatMul", of_prefix, self._prefix[1])
-            return self._unfolded(add("Add", out, add("MatMul", of_tree, self._tree[1])))
-
-        return attend
-
-    def _extended(self, parent_slots: ir.Value, top_k: int) -> ir.Value:
-        """[B,K,R+K]: what the parents saw, then each row itself."""
-        add = self._add
-        every = add("Unsqueeze", add("GreaterOrEqual", parent_slots, 0), [2])  # gives it B
-        itself = self._bias(add("And", every, np.eye(top_k, dtype=np.bool_)[None]))
-        seen = () if self._tree_bias is None else (_rows(add, self._tree_bias, parent_slots),)
-        self._tree_bias = add("Concat", *seen, itself, axis=2)
-        return self._tree_bias
-
-    def _bias(self, allowed: ir.Value) -> ir.Value:
-        """Additive: 0 where allowed."""
-        masked = MASKED_FLOAT16 if self._sizes.dtype == ir.DataType.FLOAT16 else MASKED
-        number = self._sizes.number
-        return self._add("Where", allowed, number(0), number(masked))  # type: ignore[no-any-return]
-
-    def _scores(self, rows: ir.Value, keys: ir.Value, bias: ir.Value) -> ir.Value:
-        """rows [B,Hkv,Q,D], keys [B,Hkv,D,C], bias [B, 1 or Q, C] -> [B,Hkv,Q,C]."""
-        product = self._add("MatMul", rows, keys)
-        return self._add("Add", product, self._add("Unsqueeze", bias, [1]))  # type: ignore[no-any-return]
-
-    def _turned(self, keys: ir.Value) -> ir.Value:
-        return self._add("Transpose", keys, perm=[0, 1, 3, 2])  # type: ignore[no-any-return]
-
-    def _folded(self, q: ir.Value) -> ir.Value:
-        """[B,Hq,N,D] -> [B,Hkv,G*N,D], scaled."""
-        scaled = self._add("Mul", q, self._sizes.number(self._sizes.scale))
-        shape = [0, self._sizes.num_kv_heads, -1, self._sizes.head_dim]
-        return self._add("Reshape", scaled, shape)  # type: ignore[no-any-return]
-
-    def _unfolded(self, out: ir.Value) -> ir.Value:
-        """[B,Hkv,G*N,D] -> [B,N,Hq,D]."""
-        by_head = self._add("Reshape", out, [0, self._sizes.num_heads, -1, self._sizes.head_dim])
-        return self._add("Transpose", by_head, perm=[0, 2, 1, 3])  # type: ignore[no-any-return]
-
-    def _tiled(self, bias: ir.Value) -> ir.Value:
-        """[B,N,C] -> [B,G*N,C], as `_folded` orders rows."""
-        return self._add("Concat", *[bias] * self._groups, axis=1)  # type: ignore[no-any-return]
