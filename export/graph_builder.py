@@ -32,6 +32,7 @@ class GraphBuilder:
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
         self._fixed: dict[ir.Value, ir.Value] = {}
+        self._num_values = 0
 
     def model(self) -> ir.Model:
         """The finished graph as a model."""
@@ -52,8 +53,7 @@ class GraphBuilder:
         """Adds node "Op" or "domain::Op"; its output, or a tuple of them."""
         domain, _, name = op.rpartition("::")
         values = [None if x is None else self.value(x) for x in inputs]
-        node = ir.node(name, values, attrs, domain=domain, num_outputs=outputs)
-        self._graph.append(node)
+        node = self._append(ir.node(name, values, attrs, domain=domain, num_outputs=outputs))
         return node.outputs[0] if outputs == 1 else node.outputs
 
     def value(self, x: Operand) -> ir.Value:
@@ -110,11 +110,18 @@ class GraphBuilder:
             node.attributes.values(),
             num_outputs=len(node.outputs),
         )
-        self._graph.append(copy)
+        self._append(copy)
         fixed = {*self._weights.values(), *self._fixed.values()}
         if all(value is None or value in fixed for value in inputs):
             self._fixed.update(zip(node.outputs, copy.outputs, strict=True))
         return copy.outputs
+
+    def _append(self, node: ir.Node) -> ir.Node:
+        """Names the outputs, since the names that onnx_ir would give may be a copied weight's."""
+        for value in node.outputs:
+            value.name, self._num_values = f"made_{self._num_values}", self._num_values + 1
+        self._graph.append(node)
+        return node
 
     def _weight(self, source: ir.Value) -> ir.Value:
         """The initializer that holds the tensor of another graph's."""
