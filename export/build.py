@@ -33,6 +33,7 @@ from eagle3.export.weights import (
     lm_head_name,
     quantize_int8,
     store_for_matmul,
+    unshare_int8,
 )
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import MANIFEST_NAME, Bundle, describe_files, write_manifest
@@ -241,11 +242,14 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
         store_for_matmul(graph)
         if is_int8:
             quantize_int8(graph)
+            if lowering.fuses:
+                unshare_int8(graph)
         shared = _shared(graph, model, parts.head) if name == "draft" else {}
         # A tiny weight stays in the .onnx.
         files = {own: written[theirs] for own, theirs in shared.items() if theirs in written}
         if name == "draft_tree":  # its layers are copies of the other engines'
-            files = {own: drafts[own] for own in graph.graph.initializers if own in drafts}
+            sources = {own: own.partition("#")[0] for own in graph.graph.initializers}
+            files = {own: drafts[each] for own, each in sources.items() if each in drafts}
         drafts |= files | save(graph, folder / f"{name}.onnx", files)
         parts.engines[name] = _describe(graph, f"{name}.onnx")
     np.save(folder / "target_ids.npy", parts.head.target_ids)

@@ -4,6 +4,7 @@ and which of them are the embedding and the lm_head, which a draft may share wit
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,28 @@ def quantize_int8(model: ir.Model) -> int:
         _dequantize_in_front(model, matmul, weight, block)
         count += 1
     return count
+
+
+def unshare_int8(model: ir.Model) -> None:
+    """Gives every DequantizeLinear initializers of its own, which stay one tensor in the file.
+
+    ONNX Runtime fuses it with its MatMul only where nothing else reads the weight. The copies are
+    named `NAME#1`, `NAME#2`, ...
+    """
+    seen: Counter[str | None] = Counter()
+    for node in [n for n in model.graph if n.op_type == "DequantizeLinear"]:
+        copy = seen[node.inputs[0].name]  # type: ignore[union-attr]
+        seen[node.inputs[0].name] += 1  # type: ignore[union-attr]
+        for place, value in enumerate(node.inputs[:2] if copy else ()):
+            assert value is not None
+            own = ir.Value(
+                name=f"{value.name}#{copy}",
+                shape=value.shape,
+                type=value.type,
+                const_value=value.const_value,
+            )
+            model.graph.register_initializer(own)
+            node.replace_input_with(place, own)
 
 
 def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, block: int) -> None:
