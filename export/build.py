@@ -39,10 +39,12 @@ from eagle3.export.weights import (
     lm_head_name,
     quantize_int8,
     store_for_matmul,
+    unshare_int8,
 )
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import MANIFEST_NAME, Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
+from eagle3.runtime.growth import grown_tree
 from eagle3.runtime.manifest import (
     FORMAT,
     Convention,
@@ -239,17 +241,32 @@ def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> N
     report("tracing the draft head")
     table = embedding_table(parts.head, parts.target.model.get_input_embeddings().weight.detach())
     is_int8 = plan.draft_weights == "int8"
+    tree = grown_tree(plan, parts.head.config.draft_vocab_size)
+    if tree is None:
+        report("no graph grows the plan's tree, static or too large: it takes a call a level")
     graphs = trace_draft_engines(
-        parts.head, parts.head_module, table, lowering, plan.draft_capacity, may_tie=not is_int8
+        parts.head,
+        parts.head_module,
+        table,
+        lowering,
+        plan.draft_capacity,
+        tree,
+        may_tie=not is_int8,
     )
+    drafts: dict[str, ir.ExternalTensor] = {}
     for name, graph in graphs.items():
         store_for_matmul(graph)
         if is_int8:
             quantize_int8(graph)
+            if lowering.fuses:
+                unshare_int8(graph)
         shared = _shared(graph, model, parts.head) if name == "draft" else {}
         # A tiny weight stays in the .onnx.
         files = {own: written[theirs] for own, theirs in shared.items() if theirs in written}
-        save(graph, folder / f"{name}.onnx", files)
+        if name == "draft_tree":  # its layers are copies of the other engines'
+            sources = {own: own.partition("#")[0] for own in graph.graph.initializers}
+            files = {own: drafts[each] for own, each in sources.items() if each in drafts}
+        drafts |= files | save(graph, folder / f"{name}.onnx", files)
         parts.engines[name] = _describe(graph, f"{name}.onnx")
     np.save(folder / "target_ids.npy", parts.head.target_ids)
 

@@ -1,4 +1,6 @@
-"""Traces a draft head into its engines: `draft`, and `draft_fuse` where the head fuses features."""
+"""Traces a draft head into its engines: `draft`, `draft_fuse` where the head fuses features, and
+`draft_tree`, which grows a whole tree.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ import onnx_ir as ir
 import torch
 
 from eagle3.export.attention import Lowering
+from eagle3.export.growth_graph import growth_graph
 from eagle3.export.head_graph import DraftGraph, Eagle1Head, EagleHead, FuseGraph
 from eagle3.export.heads import Head
-from eagle3.export.onnx_graph import trace
+from eagle3.export.onnx_graph import lower, trace, trace_unlowered
 from eagle3.export.target import caches
 from eagle3.export.target_graph import KvShape
+from eagle3.plans.plan import TreePlan
 from eagle3.runtime.errors import UnsupportedModel
 
 
@@ -22,13 +26,15 @@ def trace_draft_engines(
     embedding: torch.Tensor,
     lowering: Lowering,
     capacity: int,
+    tree: TreePlan | None,
     *,
     may_tie: bool,
 ) -> dict[str, ir.Model]:
-    """Engine name -> model; which engines there are is the runtime's DRAFT_ENGINES.
+    """Engine name -> model; which engines there must be is the runtime's DRAFT_ENGINES.
 
-    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. may_tie:
-    an lm_head that is the embedding stays one tensor in the graph. Raises UnsupportedModel.
+    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. tree: what
+    `draft_tree` grows (`runtime.growth.grown_tree`), None for no such engine. may_tie: an lm_head
+    that is the embedding stays one tensor in the graph. Raises UnsupportedModel.
     """
     if lowering.fuses and head.config.head_dim % 8:
         raise UnsupportedModel(
@@ -38,10 +44,13 @@ def trace_draft_engines(
     is_tied = module.lm_head.weight.data_ptr() == embedding.data_ptr()
     graph = DraftGraph(module, embedding, head.target_ids, lowering, tied=may_tie and is_tied)
     outputs = ["logits", "top_log_probs", "top_ids", "hidden_out"]
-    draft = trace(graph, _inputs(head, module, capacity), outputs, lowering, "draft")
-    if isinstance(module, Eagle1Head):
-        return {"draft": draft}
-    return {"draft_fuse": _trace_fuse(module, lowering), "draft": draft}
+    draft = trace_unlowered(graph, _inputs(head, module, capacity), outputs, lowering, "draft")
+    fuse = None if isinstance(module, Eagle1Head) else _trace_fuse(module, lowering)
+    fused = {} if fuse is None else {"draft_fuse": fuse}
+    grown = {}
+    if tree is not None:  # before the draft's own attention is lowered
+        grown["draft_tree"] = growth_graph(draft, fuse, head.target_ids, lowering, tree)
+    return {**fused, "draft": lower(draft, lowering), **grown}
 
 
 def _trace_fuse(module: EagleHead, lowering: Lowering) -> ir.Model:

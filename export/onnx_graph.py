@@ -56,7 +56,27 @@ def trace(
     lowering: Lowering,
     name: str,
 ) -> ir.Model:
-    """Traces `module(*inputs)` into an ONNX model with the attention lowered.
+    """Traces `module(*inputs)` into an ONNX model with the attention lowered; see
+    `trace_unlowered`.
+    """
+    return lower(trace_unlowered(module, inputs, outputs, lowering, name), lowering)
+
+
+def lower(model: ir.Model, lowering: Lowering) -> ir.Model:
+    """`model` itself, its attention written in the lowering."""
+    lower_attention(model, lowering)
+    RemoveUnusedNodesPass()(model)
+    return model
+
+
+def trace_unlowered(
+    module: nn.Module,
+    inputs: Mapping[str, tuple[Any, str]],
+    outputs: Sequence[str],
+    lowering: Lowering,
+    name: str,
+) -> ir.Model:
+    """Traces `module(*inputs)` into an ONNX model that still has a placeholder for each attention.
 
     inputs: name -> (example tensor or list of tensors, its dimensions, for example "B N 64"; a
     letter of DIMS is symbolic). A list becomes inputs `name.0`, `name.1`, ... Raises
@@ -87,8 +107,6 @@ def trace(
     onnx_fusions.fuse(model)
     if lowering.fuses:
         fuse_for_ort(model)
-    lower_attention(model, lowering)
-    RemoveUnusedNodesPass()(model)
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
     return model

@@ -4,6 +4,7 @@ and which of them are the embedding and the lm_head, which a draft may share wit
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -130,23 +131,51 @@ def quantize_int8(model: ir.Model) -> int:
     return count
 
 
+def unshare_int8(model: ir.Model) -> None:
+    """Gives every DequantizeLinear initializers of its own, which stay one tensor in the file.
+
+    ONNX Runtime fuses it with its MatMul only where nothing else reads the weight. The copies are
+    named `NAME#1`, `NAME#2`, ...
+    """
+    seen: Counter[str | None] = Counter()
+    for node in [n for n in model.graph if n.op_type == "DequantizeLinear"]:
+        copy = seen[node.inputs[0].name]  # type: ignore[union-attr]
+        seen[node.inputs[0].name] += 1  # type: ignore[union-attr]
+        for place, value in enumerate(node.inputs[:2] if copy else ()):
+            assert value is not None
+            own = ir.Value(
+                name=f"{value.name}#{copy}",
+                shape=value.shape,
+                type=value.type,
+                const_value=value.const_value,
+            )
+            model.graph.register_initializer(own)
+            node.replace_input_with(place, own)
+
+
 def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, block: int) -> None:
+    name = weight.name
+    assert name is not None
+    if f"{name}.int8" not in model.graph.initializers:  # another MatMul may read the same weight
+        _store_int8(model, weight, block)
+    stored = [model.graph.initializers[f"{name}.{suffix}"] for suffix in ("int8", "scale")]
+    dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
+    model.graph.insert_before(matmul, dequantize)
+    matmul.replace_input_with(1, dequantize.outputs[0])
+    if not list(weight.uses()):
+        model.graph.initializers.pop(name)
+
+
+def _store_int8(model: ir.Model, weight: ir.Value, block: int) -> None:
     tensor, name = weight.const_value, weight.name
     assert tensor is not None and name is not None
     quantized, scales = block_int8(tensor.numpy().astype(np.float32), block)
-    stored = []
     for suffix, array in (("int8", quantized), ("scale", scales)):
         value = ir.Value(
             name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}")
         )
         value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
         model.graph.register_initializer(value)
-        stored.append(value)
-    dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
-    model.graph.insert_before(matmul, dequantize)
-    matmul.replace_input_with(1, dequantize.outputs[0])
-    if not list(weight.uses()):
-        model.graph.initializers.pop(name)
 
 
 def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -113,6 +114,18 @@ class DraftEngine:
                 {"hidden": self._hidden_in.value(1, count, self.hidden_size)},
             ),
         )
+
+    def shared(self, num_rows: int) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+        """For a graph that takes turns with this engine: the features [1,N,F] in `feature_slots`,
+        and the cache as its inputs past_* and outputs present_*.
+        """
+        features = self._features.value(1, num_rows, self.feature_size)
+        return features, self._bound_past, self._bound_present
+
+    def keep_rows(self, count: int) -> None:
+        """Rows that such a graph has written behind the kept ones."""
+        self.num_rows += count
+        self._num_used = max(self._num_used, self.num_rows)
 
     def step(
         self,

@@ -27,12 +27,16 @@ def _lookup(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
 def _eagle(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
     from eagle3.runtime.draft import DraftEngine
     from eagle3.runtime.drafters.eagle import EagleDrafter
+    from eagle3.runtime.growth import ENGINE, GrowthEngine
 
-    info = bundle.manifest.draft
+    manifest = bundle.manifest
+    info = manifest.draft
     assert info is not None
     target_ids = bundle.target_ids()
     engine = DraftEngine(bundle, threads, clock)
-    return EagleDrafter(info.method, engine, target_ids, bundle.manifest.target.vocab_size)
+    has_growth = ENGINE in manifest.engines
+    growth = GrowthEngine(bundle, engine, threads, clock) if has_growth else None
+    return EagleDrafter(info.method, engine, target_ids, manifest.target.vocab_size, growth)
 
 
 DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {

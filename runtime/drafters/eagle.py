@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from eagle3.runtime.draft import DraftEngine, DraftOutput
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
+from eagle3.runtime.growth import GrowthEngine
 from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
 from eagle3.runtime.tree import Tree
 from eagle3.runtime.tree_builder import tree_builder
@@ -25,11 +26,19 @@ class EagleDrafter:
     overflow the engine's buffers.
 
     name: the method's, one of `DRAFTERS`. target_ids [Vd] int64: the target's id of every draft id.
-    vocab_size: V, the target's.
+    vocab_size: V, the target's. growth: over `engine`'s cache, grows in one call the trees it can.
     """
 
-    def __init__(self, name: str, engine: DraftEngine, target_ids: Int64s, vocab_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: DraftEngine,
+        target_ids: Int64s,
+        vocab_size: int,
+        growth: GrowthEngine | None = None,
+    ) -> None:
         self.name = name
+        self._growth = growth
         self._engine, self._target_ids, self._vocab_size = engine, target_ids, vocab_size
         self._pending = 0
         self._next_ids = np.zeros(engine.max_rows, np.int64)
@@ -65,6 +74,9 @@ class EagleDrafter:
         sampled = request.temperature is not None and request.tree.draft_top_k == 1
         if sampled:
             return self._sampled_chain(request)
+        if self._growth is not None and self._growth.grows(request.tree):
+            count, self._pending = self._pending, 0
+            return self._growth.grow(self._next_ids[:count], request.tree.num_draft_tokens)
         return self._tree(request)
 
     def _extend(self, top_k: int, want_logits: bool) -> DraftOutput:
