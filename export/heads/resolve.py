@@ -114,9 +114,10 @@ def _eagle3(
         qk_norm = values.switch("qk_norm", is_qwen3, f"{CONFIG} (model_type)")
     else:
         qk_norm = by_tensors("qk_norm", f"{layer_name(weights)}.self_attn.q_norm.")
-    own_width = values.given("target_hidden_size")
+    has_width = bool(values.given("target_hidden_size"))
+    width = values.integer("target_hidden_size", values.resolved["hidden_size"].value)
     return {
-        "target_hidden_size": values.integer("target_hidden_size") if own_width else None,
+        "target_hidden_size": width if has_width else None,
         "norm_before_residual": values.switch("norm_before_residual", dialect.norm_before_residual),
         "norm_before_fc": by_tensors("norm_before_fc", "input_norm."),
         "fc_norm": by_tensors("fc_norm", "fc_norm."),
