@@ -18,6 +18,7 @@ import click
 from eagle3 import __version__
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.runtime.errors import Eagle3Error, ExportError
+from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
 from eagle3.runtime.options import (
     all_options,
     given_fields,
@@ -115,7 +116,12 @@ _request_options = all_options(
     ),
     click.option("--stop", multiple=True, help="Text that ends the answer; repeatable."),
     click.option("--no-draft", is_flag=True, help="Plain decoding: --drafter none."),
-    click.option("--drafter", metavar="NAME", help="One of the bundle's; see `eagle3 inspect`."),
+    click.option(
+        "--drafter",
+        metavar="NAME",
+        help=f"One of the bundle's (by default its first), called {', '.join(DRAFT_ENGINES)} unless"
+        f" export named it otherwise, or {', '.join(BUILT_IN_DRAFTERS)}; see `eagle3 inspect`.",
+    ),
     click.option("--draft-top-k", type=int, help="Children of a node of the draft tree."),
     click.option("--draft-depth", type=int, help="Levels of the draft tree."),
     click.option("--num-draft-tokens", type=int, help="Draft tokens verified in a round."),
@@ -279,7 +285,13 @@ _PLAN = Plan()
 @main.command()
 @click.option("--target", required=True, help="Hugging Face id, folder, or .gguf file.")
 @click.option(
-    "--draft", required=True, help="Folder or id of an EAGLE-1, -2 or -3 head, or 'none'."
+    "--draft",
+    "drafts",
+    multiple=True,
+    required=True,
+    metavar="[NAME=]SOURCE",
+    help="Folder or id of an EAGLE-1, -2 or -3 head, or 'none'. Repeatable: the first is the"
+    " default drafter.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
@@ -288,26 +300,27 @@ _PLAN = Plan()
     "--draft-weights",
     type=click.Choice(DRAFT_WEIGHTS),
     default=_PLAN.draft_weights,
-    help="As --dtype, or int8: faster, accepts a little less; the output stays exact.",
+    help="Of these drafts: as --dtype, or int8: faster, accepts a little less; the output stays"
+    " exact.",
 )
 @click.option("--max-seq-len", default=_PLAN.max_seq_len, help="Prompt and answer, in tokens.")
 @click.option("--prefill-chunk", default=_PLAN.prefill_chunk, help="Prompt tokens in one call.")
 @click.option("--max-draft-tokens", default=_PLAN.max_draft_tokens, help="Of any request's tree.")
-@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the default tree.")
-@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of the default tree.")
+@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the drafts' own tree.")
+@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of that tree.")
 @click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
 @click.option(
     "--aux-layers",
     "aux_layer_ids",
     callback=parsed(layer_numbers, "layer numbers, as in 2,15,27"),
     metavar="L,M,H",
-    help="Fused layers as hidden_states indices, where the head's config does not name them.",
+    help="Fused layers as hidden_states indices, where a head's config does not name them.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @click.pass_context
 def export(ctx: click.Context, /, **_: Any) -> None:
-    """Compile a target and its draft head into a bundle, and check it against PyTorch."""
+    """Compile a target and its drafts into a bundle, and check it against PyTorch."""
     build = import_stage("eagle3.export.build", "export", ExportError)
     from eagle3.runtime.describe import export_lines
 
@@ -319,11 +332,15 @@ def export(ctx: click.Context, /, **_: Any) -> None:
 
 def _export_request(ctx: click.Context) -> ExportRequest:
     from eagle3.export.build import ExportRequest
+    from eagle3.export.drafts import DraftSource
 
     given = given_fields(ExportRequest, ctx.params)
-    draft = None if given["draft"] == "none" else given["draft"]
+    drafts = given["drafts"]
+    if "none" in drafts and len(drafts) > 1:
+        raise click.UsageError("--draft none stands alone")
+    sources = tuple(DraftSource.parse(each) for each in drafts if each != "none")
     plan, command = _plan(ctx.params), _command(ctx)
-    return ExportRequest(**{**given, "draft": draft, "plan": plan, "command": command})
+    return ExportRequest(**{**given, "drafts": sources, "plan": plan, "command": command})
 
 
 def _plan(flags: dict[str, Any]) -> Plan:
@@ -337,19 +354,34 @@ def _plan(flags: dict[str, Any]) -> Plan:
 def _command(ctx: click.Context) -> str:
     """What was typed, less defaults and --force, which the manifest keeps.
 
-    An absolute path of target, draft or output is cut to its last name: put it back to repeat it.
+    An absolute path of target, drafts or output is cut to its last name: put it back to repeat it.
     """
     words = ["eagle3", "export"]
     for option in ctx.command.params:
         value = ctx.params[option.name or ""]
-        if value in (None, option.get_default(ctx)) or option.name == "force":
+        if value in (None, (), option.get_default(ctx)) or option.name == "force":
             continue
-        words.append(option.opts[-1])
-        if option.name in ("target", "draft", "output") and Path(value).is_absolute():
-            value = Path(value).name
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        for each in value if option.name == "drafts" else (value,):
+            words += [option.opts[-1], *_word(option.name, each)]
     return shlex.join(words)
+
+
+def _word(option: str | None, value: Any) -> list[str]:
+    """How an option's value was typed; nothing for a flag."""
+    if value is True:
+        return []
+    if isinstance(value, tuple):
+        return [",".join(map(str, value))]
+    paths = ("target", "drafts", "output")
+    return [_without_folders(str(value)) if option in paths else str(value)]
+
+
+def _without_folders(text: str) -> str:
+    """The last name of an absolute path, also behind "NAME="."""
+    name, equals, path = text.rpartition("=")
+    if Path(text).is_absolute():
+        return Path(text).name
+    return f"{name}{equals}{Path(path).name}" if Path(path).is_absolute() else text
 
 
 if __name__ == "__main__":

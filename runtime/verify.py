@@ -1,4 +1,4 @@
-"""`eagle3 verify`: does a bundle's drafter leave the target's text alone? (method section 4)
+"""`eagle3 verify`: do a bundle's drafters leave the target's text alone? (method section 4)
 
 Greedy and `coupled` decoding must give plain decoding's tokens, one for one, with every drafter
 and tree; `rejection` must follow the target's distribution (`rejection_check`). Where a wide call
@@ -44,7 +44,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 _NUM_CONTEXTS = 3  # of the chi-square tests
-_OTHER_TREES_EVERY = 4  # prompts; a tree that is not the plan's runs on every fourth
+_OTHER_TREES_EVERY = 4  # prompts; a tree that is not the drafter's own runs on every fourth
 _NOISE_WINDOWS = 4  # wide calls that are compared with narrow ones
 _NOISE_TOP = 16  # most likely tokens of a row that are compared: only they can tie
 
@@ -156,7 +156,7 @@ def verify(
         _check_equality(engine, drafter, tree, each, noise, report)
         for drafter in drafters
         for each in plain
-        for tree in _trees(engine, WIDE)
+        for tree in _trees(engine, drafter, WIDE)
     ]
     room = engine.plan.max_seq_len - engine.plan.max_draft_tokens - 1
     contexts = [ids for ids in encoded if len(ids) <= room]
@@ -166,7 +166,7 @@ def verify(
         for check in check_rejection(
             engine,
             drafter,
-            _trees(engine, WIDE, CHAIN),
+            _trees(engine, drafter, WIDE, CHAIN),
             contexts[:_NUM_CONTEXTS],
             num_walks,
             report,
@@ -198,11 +198,11 @@ def measure_noise(engine: Engine, text: Sequence[int]) -> float:
     return worst
 
 
-def _trees(engine: Engine, *more: TreePlan) -> list[TreePlan]:
-    """The plan's tree, and others cut to what the bundle can verify; none twice."""
+def _trees(engine: Engine, drafter: str, *more: TreePlan) -> list[TreePlan]:
+    """The drafter's own tree, and others cut to what the bundle can verify; none twice."""
     limit = engine.plan.max_draft_tokens
     cut = [replace(tree, num_draft_tokens=min(tree.num_draft_tokens, limit)) for tree in more]
-    return list(dict.fromkeys([engine.plan.tree, *cut]))
+    return list(dict.fromkeys([engine.default_tree(drafter), *cut]))
 
 
 def _decode_plain(
@@ -222,7 +222,7 @@ def _check_equality(
 ) -> EqualityCheck:
     divergences = []
     rounds = committed = 0.0
-    every = 1 if tree == engine.plan.tree else _OTHER_TREES_EVERY
+    every = 1 if tree == engine.default_tree(drafter) else _OTHER_TREES_EVERY
     chosen = range(0, len(plain.prompts), every)
     for index in chosen:
         ids, expected = plain.prompts[index], plain.tokens[index]

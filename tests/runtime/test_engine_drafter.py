@@ -42,7 +42,7 @@ def reference_paths(head: Any, llama: Any, text: list[int], tree: Any) -> dict[P
     reference: Any = SimpleNamespace(
         features=features, tokens=np.array(text), target=SimpleNamespace(model=llama)
     )
-    draft = _DraftPath(module, reference, len(text) - 1)
+    draft = _DraftPath(module, reference, features[: len(text) - 1])
     values: dict[Path_, float] = {}
     frontier: dict[Path_, float] = {(): 0.0}
     for _ in range(tree.draft_depth):
