@@ -290,8 +290,8 @@ _PLAN = Plan()
     multiple=True,
     required=True,
     metavar="[NAME=]SOURCE",
-    help="Folder or id of an EAGLE-1, -2 or -3 head, or 'none'. Repeatable: the first is the"
-    " default drafter.",
+    help="Folder or id of an EAGLE-1, -2 or -3 head, or a small causal LM (also a .gguf file) of"
+    " the same vocabulary, or 'none'. Repeatable: the first is the default drafter.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)

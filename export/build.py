@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import SelfCheck, check_bundle
-from eagle3.export.drafts import Draft, DraftSource, load_draft
-from eagle3.export.head_files import head_folder, read_config
+from eagle3.export.drafts import Draft, DraftSource, is_causal_lm, load_draft
 from eagle3.export.onnx_graph import save
 from eagle3.export.publish import check_output, publish, staging
 from eagle3.export.target import Target, load_target, trace_target
@@ -75,9 +74,7 @@ def export_bundle(
     check_output(request.output, request.force)
     plan = request.plan
     # A wrong one is said before the long work.
-    heads = [each.source for each in request.drafts]
-    for source in heads:
-        read_config(head_folder(source))
+    heads = [each.source for each in request.drafts if not is_causal_lm(each.source)]
     if request.aux_layer_ids is not None and len(heads) > 1:
         raise ExportError(
             f"--aux-layers is of one head, here are {len(heads)}: {', '.join(heads)}; name the"
@@ -112,6 +109,7 @@ def load_named(
         target,
         plan,
         aux_layer_ids=request.aux_layer_ids,
+        trust_remote_code=request.trust_remote_code,
     )
     return source.name or draft.method, draft
 

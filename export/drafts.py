@@ -1,7 +1,11 @@
-"""What drafts for a target: a `Draft`, from which `build.py` makes engines and files."""
+"""What may draft for a target: an EAGLE head or a small causal LM, told apart by what they are.
+
+Both are loaded into a `Draft`, from which `build.py` makes engines, files and manifest.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +14,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
+import torch
+from safetensors import safe_open
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import check_head
 from eagle3.export.draft import trace_draft_engines
+from eagle3.export.draft_model import load_model_draft
 from eagle3.export.head_config import Head, TargetFacts, read_head
+from eagle3.export.head_files import head_folder, read_config
 from eagle3.export.head_graph import Eagle1Head, EagleHead, build_eagle1_head, build_head
 from eagle3.export.target import DTYPES, Target, lm_head_weight
 from eagle3.export.weights import StoredGraph, embedding_name, lm_head_name
@@ -139,12 +148,15 @@ def load_draft(
     plan: Plan,
     *,
     aux_layer_ids: Sequence[int] | None = None,
+    trust_remote_code: bool = False,
 ) -> Draft:
-    """Reads a head that drafts for `target`.
+    """Reads a head, or a causal LM, that drafts for `target`.
 
     aux_layer_ids: of a head whose config does not name its layers. Raises ExportError
     (CheckpointError, UnsupportedModel) for what is not understood or does not fit.
     """
+    if is_causal_lm(source):
+        return load_model_draft(source, target, plan, trust_remote_code=trust_remote_code)
     facts = TargetFacts(
         hidden_size=target.config.hidden_size,
         vocab_size=target.vocab_size,
@@ -155,3 +167,38 @@ def load_draft(
     if head.config.method == "eagle1":
         return HeadDraft(head, build_eagle1_head(head, lm_head_weight(target), dtype))
     return HeadDraft(head, build_head(head, dtype))
+
+
+def is_causal_lm(source: str) -> bool:
+    """Whether `source` is a causal LM of transformers (or a .gguf file) and no head.
+
+    EAGLE-1/2 heads call themselves LlamaForCausalLM too, but no LM has an `fc` in front of its
+    layers. Raises CheckpointError for what has no config.json.
+    """
+    if Path(source).suffix == ".gguf":
+        return True
+    folder = head_folder(source)
+    config = read_config(folder)
+    architectures, own_code = config.get("architectures"), config.get("auto_map")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        return False
+    known = architectures[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or (
+        isinstance(own_code, dict) and "AutoModelForCausalLM" in own_code
+    )
+    return known and not any(name.startswith("fc.") for name in _tensor_names(folder))
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors; none where they cannot be read without its weights."""
+    names: set[str] = set()
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                names.update(opened.keys())
+        for file in () if names else folder.glob("*.bin.index.json"):
+            names.update(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+        for file in () if names else sorted(folder.glob("*.bin")):
+            names.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    except Exception:  # the reader of the weights says what is wrong with them
+        return {"fc."}
+    return names or {"fc."}

@@ -10,7 +10,7 @@ from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.manifest import Convention, DraftInfo, engine_name
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head"}
+_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head", "model": "causal LM"}
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from eagle3.runtime.errors import BundleError, PlanError
 FORMAT = "eagle3-bundle"
 SCHEMA_VERSION = 2
 
-DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft"), "eagle": ("draft",)}
+DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft"), "eagle": ("draft",), "model": ("draft",)}
 """Draft method -> the engines it needs besides `target`. A head without `draft_fuse` reads the
-target's features as they are."""
+target's features as they are; a `model` reads tokens alone."""
 HEAD_METHODS = ("eagle3", "eagle")
 """The methods that read the target's features and have a draft vocabulary of their own."""
 BUILT_IN_DRAFTERS = ("none",)
@@ -90,7 +90,7 @@ class Convention:
 
 @dataclass(frozen=True)
 class DraftInfo:
-    """One draft of a bundle."""
+    """One draft of a bundle: a head, or a small causal LM."""
 
     method: Text
     """A key of DRAFT_ENGINES."""

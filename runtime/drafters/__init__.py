@@ -29,11 +29,20 @@ def _eagle(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
     return EagleDrafter(name, engine, bundle.target_ids(name), bundle.manifest.target.vocab_size)
 
 
+def _model(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
+    from eagle3.runtime.draft_model import ModelEngine
+    from eagle3.runtime.drafters.model import ModelDrafter
+
+    engine = ModelEngine(bundle, name, threads, clock)
+    return ModelDrafter(name, engine, bundle.manifest.target.vocab_size)
+
+
 # Those of BUILT_IN_DRAFTERS first, then the methods of a bundle's drafts.
 DRAFTERS: dict[str, Callable[[Bundle, str, int, Clock], Drafter]] = {
     "none": _none,
     "eagle": _eagle,
     "eagle3": _eagle,
+    "model": _model,
 }
 
 

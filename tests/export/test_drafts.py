@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,16 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 import eagle3
-from eagle3.export.drafts import DraftSource
+from eagle3.export import draft_model
+from eagle3.export.drafts import DraftSource, is_causal_lm
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.describe import cache_bytes, description_lines
 from eagle3.runtime.drafters.eagle import EagleDrafter
-from eagle3.runtime.errors import ExportError
+from eagle3.runtime.errors import CheckpointError, ExportError
 
 NUM_LAYERS = 3
 CHAIN = TreePlan(1, 2, 2)
@@ -110,3 +114,67 @@ def test_what_is_a_name_and_what_a_path(tmp_path: Path) -> None:
     assert DraftSource.parse("./a=b") == DraftSource("./a=b")
     (tmp_path / "a=b").mkdir()
     assert DraftSource.parse(str(tmp_path / "a=b")) == DraftSource(str(tmp_path / "a=b"))
+
+
+# What `--draft` points at
+
+
+def test_heads_and_models_are_told_apart(folder: Path, tmp_path: Path, model: Any) -> None:
+    assert is_causal_lm(str(folder / "lm")) and is_causal_lm(str(folder / "target"))
+    assert is_causal_lm("anywhere/model.gguf")
+    assert not any(is_causal_lm(str(folder / name)) for name in LAYERS)
+    config = json.loads((folder / "eagle" / "config.json").read_text())
+    named = {**config, "architectures": ["LlamaForCausalLM"]}  # as the published ones are
+    (folder / "eagle" / "config.json").write_text(json.dumps(named))
+    assert not is_causal_lm(str(folder / "eagle"))
+    for name, source in (("head", "eagle"), ("model", "lm")):  # as .bin files
+        pickled = tmp_path / name
+        shutil.copytree(folder / source, pickled)
+        weights = load_file(pickled / "model.safetensors")
+        torch.save(weights, pickled / "pytorch_model.bin")
+        (pickled / "model.safetensors").unlink()
+        assert is_causal_lm(str(pickled)) == (name == "model")
+
+
+def test_what_cannot_be_read_is_left_to_the_reader_of_heads(folder: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(folder / "lm", tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    assert not is_causal_lm(str(broken))
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        tiny.export_tiny(folder / "target", broken, tmp_path / "out")
+
+
+# A model of another vocabulary or length
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"t7": 9, "t9": 7}, r"2 ids differ: id 7 is 't9' there and 't7' in the target; id 9"),
+        ({"t63": None}, r"vocabulary of 63 .* of 64, 1 ids differ: id 63 is no token there"),
+        ({"extra": 64}, "id 64 is 'extra' there and no token in the target"),
+    ],
+)
+def test_tokens_are_compared_one_by_one(change: dict[str, int | None], says: str) -> None:
+    own: dict[str, Any] = {f"t{i}": i for i in range(64)} | change
+    own = {token: i for token, i in own.items() if i is not None}
+    with pytest.raises(CheckpointError, match=f"draft small: .*{says}"):
+        draft_model.check_vocabulary("small", own, {f"t{i}": i for i in range(64)})
+
+
+def test_a_model_of_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    lm = Path(shutil.copytree(folder / "lm", tmp_path / "lm"))
+    tokenizer = json.loads((lm / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["t5"], vocab["t6"] = 6, 5
+    (lm / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="2 ids differ: id 5 is 't6' there"):
+        tiny.export_tiny(folder / "target", lm, tmp_path / "out")
+
+
+def test_a_model_that_knows_fewer_positions_is_refused(folder: Path, tmp_path: Path) -> None:
+    lm = Path(shutil.copytree(folder / "lm", tmp_path / "lm"))
+    config = json.loads((lm / "config.json").read_text())
+    (lm / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
+    with pytest.raises(ExportError, match=r"lm, read as a causal LM: max_seq_len 128 .* 100"):
+        tiny.export_tiny(folder / "target", lm, tmp_path / "out")

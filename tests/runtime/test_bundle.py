@@ -227,6 +227,7 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         ("drafts/eagle3/method", "medusa", "eagle3.method is 'medusa', this eagle3 knows eagle3"),
         ("drafts/eagle3/method", "none", "drafts.eagle3.method is 'none'"),
         ("drafts/eagle3/method", "eagle", "reads 48 features, but a draft of method eagle .* 16"),
+        ("drafts/eagle3/method", "model", r"aux_layer_ids is \[2, 4, 5\], but its method is model"),
         ("drafts/eagle3/aux_layer_ids", [2, 3], r"is \[2, 3\], but .* puts out .*\[2, 4, 5\]"),
         ("drafts/eagle3/aux_layer_ids", [], r"aux_layer_ids is \[\], but its method is eagle3"),
         ("drafts/eagle3/weights", "int3", "weights is 'int3', not one of same, int8"),
