@@ -10,10 +10,12 @@ import io
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
+from click.core import ParameterSource
 
 from eagle3 import __version__
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
@@ -32,6 +34,7 @@ from eagle3.runtime.options import (
 from eagle3.train.commands import train
 
 if TYPE_CHECKING:
+    from eagle3.export.add import AddRequest
     from eagle3.export.build import ExportRequest
     from eagle3.runtime.engine import Engine
 
@@ -288,10 +291,14 @@ _PLAN = Plan()
     "--draft",
     "drafts",
     multiple=True,
-    required=True,
     metavar="[NAME=]SOURCE",
     help="Folder or id of an EAGLE-1, -2 or -3 head, or a small causal LM (also a .gguf file) of"
     " the same vocabulary, or 'none'. Repeatable: the first is the default drafter.",
+)
+@click.option(
+    "--add-draft",
+    metavar="[NAME=]SOURCE",
+    help="A draft for the bundle that stands at --output; its target is not exported again.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
@@ -317,14 +324,23 @@ _PLAN = Plan()
     help="Fused layers as hidden_states indices, where a head's config does not name them.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
-@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--force", is_flag=True, help="Replace a bundle, or a draft, that is there.")
 @click.pass_context
 def export(ctx: click.Context, /, **_: Any) -> None:
     """Compile a target and its drafts into a bundle, and check it against PyTorch."""
+    drafts, added = ctx.params["drafts"], ctx.params["add_draft"]
+    if bool(drafts) == (added is not None):
+        raise click.UsageError("give --draft (a head, an LM or 'none'), or --add-draft")
+    if added is not None:
+        _refuse_bundle_options(ctx)
+    add = import_stage("eagle3.export.add", "export", ExportError)
     build = import_stage("eagle3.export.build", "export", ExportError)
     from eagle3.runtime.describe import export_lines
 
-    bundle, check = build.export_bundle(_export_request(ctx), report=note)
+    if added is None:
+        bundle, check = build.export_bundle(_export_request(ctx), report=note)
+    else:
+        bundle, check = add.add_draft(_add_request(ctx), report=note)
     click.echo("\n".join(export_lines(bundle)))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
@@ -341,6 +357,24 @@ def _export_request(ctx: click.Context) -> ExportRequest:
     sources = tuple(DraftSource.parse(each) for each in drafts if each != "none")
     plan, command = _plan(ctx.params), _command(ctx)
     return ExportRequest(**{**given, "drafts": sources, "plan": plan, "command": command})
+
+
+def _add_request(ctx: click.Context) -> AddRequest:
+    from eagle3.export.add import AddRequest
+    from eagle3.export.drafts import DraftSource
+
+    given = given_fields(AddRequest, ctx.params)
+    tree = TreePlan(**given_fields(TreePlan, ctx.params))
+    draft, command = DraftSource.parse(ctx.params["add_draft"]), _command(ctx)
+    return AddRequest(**given, draft=draft, tree=tree, command=command)
+
+
+def _refuse_bundle_options(ctx: click.Context) -> None:
+    """What a bundle was exported with holds for a draft that is added too."""
+    for name in {each.name for each in fields(Plan)} - {"draft_weights", "tree"}:
+        if name in ctx.params and ctx.get_parameter_source(name) != ParameterSource.DEFAULT:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{option} is the bundle's own: it does not go with --add-draft")
 
 
 def _plan(flags: dict[str, Any]) -> Plan:
@@ -372,7 +406,7 @@ def _word(option: str | None, value: Any) -> list[str]:
         return []
     if isinstance(value, tuple):
         return [",".join(map(str, value))]
-    paths = ("target", "drafts", "output")
+    paths = ("target", "drafts", "add_draft", "output")
     return [_without_folders(str(value)) if option in paths else str(value)]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle3.runtime.bundle import MANIFEST_NAME
+from eagle3.runtime.bundle import MANIFEST_NAME, Bundle
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.manifest import FORMAT
 
@@ -103,3 +103,11 @@ def _move_back(old: Path, output: Path) -> None:
         raise ExportError(
             f"{output} could not be replaced ({error}); the old bundle is now {old}"
         ) from error
+
+
+def copy_files(bundle: Bundle, names: Iterable[str], folder: Path) -> None:
+    """Files of a bundle in `folder` too. No hard links: readers of weights refuse them."""
+    for name in names:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(bundle.path(name), place)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -166,3 +167,10 @@ class StoredGraph:
 
     graph: ir.Model
     weights: Mapping[str, ir.ExternalTensor]
+
+    @classmethod
+    def load(cls, path: Path) -> StoredGraph:
+        """Reads the graph `path`; weights stay on disk."""
+        graph = ir.load(path)
+        tensors = {name: value.const_value for name, value in graph.graph.initializers.items()}
+        return cls(graph, {n: t for n, t in tensors.items() if isinstance(t, ir.ExternalTensor)})

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 import eagle3
 from eagle3 import cli
-from eagle3.export import build
+from eagle3.export import add, build
 from eagle3.export.drafts import DraftSource
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.runtime import bundle as bundle_module
@@ -610,11 +610,39 @@ def test_several_drafts_keep_their_order_and_names(
     assert requests[0].command.endswith("--draft head --draft mine=lm.gguf --output out")
 
 
+def test_a_draft_is_added(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requests: list[add.AddRequest] = []
+
+    def fake(request: add.AddRequest, report: Any) -> Any:
+        requests.append(request)
+        return bundle, type("Check", (), {"warnings": []})
+
+    monkeypatch.setattr(add, "add_draft", fake)
+    words = ("export", "--target", "org/t", "--add-draft", f"mine={tmp_path / 'lm'}", "-o", "out")
+    result = call(*words, "--draft-weights", "int8", "--draft-top-k", "2")
+    assert result.exit_code == 0, result.output
+    assert str(bundle.root) in result.stdout
+    command = "eagle3 export --target org/t --add-draft mine=lm --output out"
+    assert requests == [
+        add.AddRequest(
+            target="org/t",
+            draft=DraftSource(str(tmp_path / "lm"), "mine"),
+            output=Path("out"),
+            tree=TreePlan(2, 3, 3),
+            draft_weights="int8",
+            command=f"{command} --draft-weights int8 --draft-top-k 2",
+        )
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "Missing option '--draft'"),
+        ([], "give --draft"),
+        (["--draft", "a", "--add-draft", "b"], "give --draft"),
         (["--draft", "a", "--draft", "none"], "--draft none stands alone"),
+        (["--add-draft", "a", "--dtype", "float16"], "--dtype is the bundle's own"),
+        (["--add-draft", "a", "--max-seq-len", "2048"], "--max-seq-len is the bundle's own"),
     ],
 )
 def test_drafts_that_are_wrong_usage(words: list[str], says: str) -> None:
