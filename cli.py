@@ -10,7 +10,7 @@ import io
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -21,6 +21,7 @@ from eagle3.plans.commands import plan_group
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan, TreeRequest
 from eagle3.plans.tree_paths import DYNAMIC, STATIC_TREES, read_paths
 from eagle3.runtime.errors import Eagle3Error, ExportError
+from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
 from eagle3.runtime.options import (
     all_options,
     given_fields,
@@ -34,6 +35,7 @@ from eagle3.runtime.options import (
 from eagle3.train.commands import train
 
 if TYPE_CHECKING:
+    from eagle3.export.add import AddRequest
     from eagle3.export.build import ExportRequest
     from eagle3.runtime.engine import Engine
 
@@ -131,7 +133,12 @@ _request_options = all_options(
     ),
     click.option("--stop", multiple=True, help="Text that ends the answer; repeatable."),
     click.option("--no-draft", is_flag=True, help="Plain decoding: --drafter none."),
-    click.option("--drafter", metavar="NAME", help="One of the bundle's; see `eagle3 inspect`."),
+    click.option(
+        "--drafter",
+        metavar="NAME",
+        help=f"One of the bundle's (by default its first), called {', '.join(DRAFT_ENGINES)} unless"
+        f" export named it otherwise, or {', '.join(BUILT_IN_DRAFTERS)}; see `eagle3 inspect`.",
+    ),
     click.option("--draft-top-k", type=int, help="Children of a node of the draft tree."),
     click.option("--draft-depth", type=int, help="Levels of the draft tree."),
     click.option("--num-draft-tokens", type=int, help="Draft tokens verified in a round."),
@@ -298,7 +305,17 @@ _PLAN = Plan()
 @main.command()
 @click.option("--target", required=True, help="Hugging Face id, folder, or .gguf file.")
 @click.option(
-    "--draft", required=True, help="Folder or id of an EAGLE-1, -2 or -3 head, or 'none'."
+    "--draft",
+    "drafts",
+    multiple=True,
+    metavar="[NAME=]SOURCE",
+    help="Folder or id of an EAGLE-1, -2 or -3 head, or a small causal LM (also a .gguf file) of"
+    " the same vocabulary, or 'none'. Repeatable: the first is the default drafter.",
+)
+@click.option(
+    "--add-draft",
+    metavar="[NAME=]SOURCE",
+    help="A draft for the bundle that stands at --output; its target is not exported again.",
 )
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
 @click.option(
@@ -313,13 +330,14 @@ _PLAN = Plan()
     "--draft-weights",
     type=click.Choice(DRAFT_WEIGHTS),
     default=_PLAN.draft_weights,
-    help="As --dtype, or int8: faster, accepts a little less; the output stays exact.",
+    help="Of these drafts: as --dtype, or int8: faster, accepts a little less; the output stays"
+    " exact.",
 )
 @click.option("--max-seq-len", default=_PLAN.max_seq_len, help="Prompt and answer, in tokens.")
 @click.option("--prefill-chunk", default=_PLAN.prefill_chunk, help="Prompt tokens in one call.")
 @click.option("--max-draft-tokens", default=_PLAN.max_draft_tokens, help="Of any request's tree.")
-@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the default tree.")
-@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of the default tree.")
+@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the drafts' own tree.")
+@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of that tree.")
 @click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
 @click.option("--tree", metavar="NAME|FILE", help=f"The default tree: {_TREES}.")
 @click.option(
@@ -327,7 +345,7 @@ _PLAN = Plan()
     "aux_layer_ids",
     callback=parsed(layer_numbers, "layer numbers, as in 2,15,27"),
     metavar="L,M,H",
-    help="Fused layers as hidden_states indices, where the head's config does not name them.",
+    help="Fused layers as hidden_states indices, where a head's config does not name them.",
 )
 @click.option(
     "--assume",
@@ -337,14 +355,23 @@ _PLAN = Plan()
     " them all.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
-@click.option("--force", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--force", is_flag=True, help="Replace a bundle, or a draft, that is there.")
 @click.pass_context
 def export(ctx: click.Context, /, **_: Any) -> None:
-    """Compile a target and its draft head into a bundle, and check it against PyTorch."""
+    """Compile a target and its drafts into a bundle, and check it against PyTorch."""
+    drafts, added = ctx.params["drafts"], ctx.params["add_draft"]
+    if bool(drafts) == (added is not None):
+        raise click.UsageError("give --draft (a head, an LM or 'none'), or --add-draft")
+    if added is not None:
+        _refuse_bundle_options(ctx)
+    add = import_stage("eagle3.export.add", "export", ExportError)
     build = import_stage("eagle3.export.build", "export", ExportError)
     from eagle3.runtime.describe import export_lines
 
-    bundle, check = build.export_bundle(_export_request(ctx), report=note)
+    if added is None:
+        bundle, check = build.export_bundle(_export_request(ctx), report=note)
+    else:
+        bundle, check = add.add_draft(_add_request(ctx), report=note)
     click.echo("\n".join(export_lines(bundle)))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
@@ -352,11 +379,34 @@ def export(ctx: click.Context, /, **_: Any) -> None:
 
 def _export_request(ctx: click.Context) -> ExportRequest:
     from eagle3.export.build import ExportRequest
+    from eagle3.export.drafts import DraftSource
 
     given = given_fields(ExportRequest, ctx.params)
-    draft = None if given["draft"] == "none" else given["draft"]
+    drafts = given["drafts"]
+    if "none" in drafts and len(drafts) > 1:
+        raise click.UsageError("--draft none stands alone")
+    sources = tuple(DraftSource.parse(each) for each in drafts if each != "none")
     plan, command = _plan(ctx), _command(ctx)
-    return ExportRequest(**{**given, "draft": draft, "plan": plan, "command": command})
+    return ExportRequest(**{**given, "drafts": sources, "plan": plan, "command": command})
+
+
+def _add_request(ctx: click.Context) -> AddRequest:
+    from eagle3.export.add import AddRequest
+    from eagle3.export.drafts import DraftSource
+
+    given = given_fields(AddRequest, ctx.params)
+    tree = _default_tree(ctx, TreePlan(**given_fields(TreePlan, ctx.params)))
+    draft, command = DraftSource.parse(ctx.params["add_draft"]), _command(ctx)
+    return AddRequest(**{**given, "draft": draft, "tree": tree, "command": command})
+
+
+def _refuse_bundle_options(ctx: click.Context) -> None:
+    """What a bundle was exported with holds for a draft that is added too."""
+    of_bundle = {each.name for each in fields(Plan)} - {"draft_weights", "tree"} | {"preset"}
+    for option in ctx.command.params:
+        if option.name in of_bundle & _typed(ctx).keys():
+            name = option.opts[-1]
+            raise click.UsageError(f"{name} is the bundle's own: it does not go with --add-draft")
 
 
 def _plan(ctx: click.Context) -> Plan:
@@ -399,16 +449,27 @@ def _command(ctx: click.Context) -> str:
         typed = ctx.get_parameter_source(option.name or "") is not _DEFAULT
         if not typed or option.name == "force":
             continue
-        if option.multiple:
-            words += [word for each in value for word in (option.opts[-1], each)]
-            continue
-        words.append(option.opts[-1])
-        paths = ("target", "draft", "output", "preset", "tree")
-        if option.name in paths and Path(value).is_absolute():
-            value = Path(value).name
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        for each in value if option.multiple else (value,):
+            words += [option.opts[-1], *_word(option.name, each)]
     return shlex.join(words)
+
+
+def _word(option: str | None, value: Any) -> list[str]:
+    """How an option's value was typed; nothing for a flag."""
+    if value is True:
+        return []
+    if isinstance(value, tuple):
+        return [",".join(map(str, value))]
+    paths = ("target", "drafts", "add_draft", "output", "preset", "tree")
+    return [_without_folders(str(value)) if option in paths else str(value)]
+
+
+def _without_folders(text: str) -> str:
+    """The last name of an absolute path, also behind "NAME="."""
+    name, equals, path = text.rpartition("=")
+    if Path(text).is_absolute():
+        return Path(text).name
+    return f"{name}{equals}{Path(path).name}" if Path(path).is_absolute() else text
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Acceptance length and speed of a bundle on prompt files, against plain decoding in the same run.
 
     python bench/acceptance.py BUNDLE FILES... [--first 5] [--max-new-tokens 128]
-        [--tree K,D,N ...] [--context TOKENS] [--temperature T --acceptance RULE]
+        [--drafter NAME] [--tree K,D,N ...] [--context TOKENS] [--temperature T --acceptance RULE]
 
 FILES: jsonl with `turns` (the first is used) or `prompt`. Plain and speculative runs alternate,
 prompt by prompt, so that a busy machine slows both. One line per file and tree: tau (committed
@@ -70,6 +70,7 @@ def long_prompts(engine: eagle3.Engine, prompts: Sequence[str], context: int) ->
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--first", default=5, show_default=True, help="Prompts of each file.")
 @click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--drafter", help="One of the bundle's; default: its first.")
 @click.option("--tree", "trees", multiple=True, help="draft_top_k,draft_depth,num_draft_tokens.")
 @click.option("--context", type=int, help="Make each prompt about this many tokens long.")
 @click.option("--temperature", default=0.0, show_default=True)
@@ -79,6 +80,7 @@ def main(
     bundle: str,
     files: Sequence[Path],
     first: int,
+    drafter: str | None,
     trees: Sequence[str],
     context: int | None,
     threads: int | None,
@@ -94,7 +96,8 @@ def main(
         for prompt in prompts:
             plain.results.append(engine.generate(prompt, drafter="none", **options))
             for tree, into in drafted.items():
-                into.results.append(engine.generate(prompt, **sizes(tree), **options))
+                more = {**sizes(tree), **options}
+                into.results.append(engine.generate(prompt, drafter=drafter, **more))
         for tree, each in drafted.items():
             click.echo(line(path.stem, tree, plain, each))
 

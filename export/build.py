@@ -1,71 +1,54 @@
-"""`eagle3 export`: target and head in, a checked bundle out.
+"""`eagle3 export`: a target and its drafts in, a checked bundle out.
 
-Everything is written to a temporary folder beside the output and renamed at the end, so an export
-that is interrupted or fails its self-check leaves nothing half done.
+All of it is made in a temporary folder that becomes the bundle at the end (`publish.py`).
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import onnx_ir as ir
 
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import SelfCheck, check_bundle
-from eagle3.export.draft import trace_draft_engines
-from eagle3.export.head_graph import (
-    Eagle1Head,
-    EagleHead,
-    build_eagle1_head,
-    build_head,
-    embedding_table,
-)
-from eagle3.export.heads import Head, TargetFacts, parse_assumptions, read_head
-from eagle3.export.heads.files import head_folder, read_config
+from eagle3.export.drafts import Draft, DraftSource, is_causal_lm, load_draft
+from eagle3.export.heads import parse_assumptions
 from eagle3.export.onnx_graph import save
-from eagle3.export.target import DTYPES, Target, lm_head_weight, load_target, trace_target
+from eagle3.export.publish import check_output, publish, staging
+from eagle3.export.target import Target, load_target, trace_target
 from eagle3.export.tokenizer import write_tokenizer
-from eagle3.export.weights import (
-    embedding_name,
-    lm_head_name,
-    quantize_int8,
-    store_for_matmul,
-    unshare_int8,
-)
+from eagle3.export.weights import StoredGraph, quantize_int8, store_for_matmul, unshare_int8
 from eagle3.plans.plan import Plan
-from eagle3.runtime.bundle import MANIFEST_NAME, Bundle, describe_files, write_manifest
+from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
-from eagle3.runtime.growth import grown_tree
+from eagle3.runtime.growth import ENGINE as GROWTH
 from eagle3.runtime.manifest import (
-    FORMAT,
-    Convention,
     DraftInfo,
     EngineInfo,
     Manifest,
     TargetInfo,
     TensorSpec,
+    engine_name,
 )
 
 Report = Callable[[str], None]
+Drafts = Mapping[str, Draft]  # by name in the bundle, the default first
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export, into which plan. draft: a head's folder or id, or None. assume: KEY=VALUE,
-    what the user decides where the head's checkpoint leaves it open.
+    """What to export, into which plan, whose tree and draft weights are those of every draft.
+
+    drafts: the default first; none for plain decoding. assume: KEY=VALUE, what the user decides
+    where a head's checkpoint leaves it open.
     """
 
     target: str
-    draft: str | None
+    drafts: tuple[DraftSource, ...]
     output: Path
     plan: Plan
     aux_layer_ids: tuple[int, ...] | None = None
@@ -75,14 +58,17 @@ class ExportRequest:
     command: str = "eagle3 export"
 
 
-@dataclass
-class _Parts:
-    """What the manifest is made of, filled by the stages of `_write`."""
+class ReadsDrafts(Protocol):
+    """What a request says about reading any draft."""
 
-    target: Target
-    head: Head | None
-    head_module: EagleHead | Eagle1Head | None
-    engines: dict[str, EngineInfo] = field(default_factory=dict)
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def assume(self) -> tuple[str, ...]: ...
+
+    @property
+    def trust_remote_code(self) -> bool: ...
 
 
 def export_bundle(
@@ -94,192 +80,116 @@ def export_bundle(
     no trace.
     """
     request.plan.require_built()
-    _check_output(request)
-    parse_assumptions(request.assume)
-    if request.draft is None and request.assume:
-        raise ExportError("--assume says how to read a draft head, and there is none: leave it out")
-    if request.draft is not None:
-        read_config(head_folder(request.draft))  # a wrong one is said before the long work
-    report(f"loading target {request.target}")
+    check_output(request.output, request.force)
     plan = request.plan
+    # A wrong one is said before the long work.
+    parse_assumptions(request.assume)
+    heads = [each.source for each in request.drafts if not is_causal_lm(each.source)]
+    _refuse_options_of_one_head(request, heads)
+    report(f"loading target {request.target}")
     target = load_target(
         request.target,
         plan.dtype,
         trust_remote_code=request.trust_remote_code,
         max_seq_len=plan.max_seq_len,
     )
-    head = _read_head(request, target)
-    module = _build_module(head, target, plan) if head is not None else None
-    with _staging(request.output) as folder:
-        parts = _Parts(target, head, module)
-        _write_engines(folder, parts, plan, report)
-        check = _finish(folder, parts, plan, request, report)
-        _check_output(request)  # again: much time has passed
-        _publish(folder, request.output)
+    drafts: dict[str, Draft] = {}
+    for each in request.drafts:
+        name, draft = load_named(each, target, plan, request)
+        refuse_name_twice(name, drafts)
+        drafts[name] = draft
+    with staging(request.output) as folder:
+        engines = _write_engines(folder, target, drafts, plan, report)
+        check = _finish(folder, target, drafts, engines, request, report)
+        check_output(request.output, request.force)  # again: much time has passed
+        publish(folder, request.output)
     return Bundle.open(request.output), check
 
 
-def _check_output(request: ExportRequest) -> None:
-    """An output that cannot or must not be written is said before the long work."""
-    output = request.output
-    if output.name in ("", ".."):
-        raise ExportError(f"output {output} has no name of its own; give one, as in ./bundle")
-    with _staging(output):
-        pass
-    if not output.exists():
-        return
-    if not request.force:
-        raise ExportError(f"{output} exists; choose another folder or pass --force to replace it")
-    found = _foreign(output)
-    if found:
+def _refuse_options_of_one_head(request: ExportRequest, heads: Sequence[str]) -> None:
+    given = {"--aux-layers": request.aux_layer_ids is not None, "--assume": bool(request.assume)}
+    for option in (name for name, is_given in given.items() if is_given):
+        if not heads:
+            raise ExportError(
+                f"{option} says how to read a draft head, and there is none: leave it out"
+            )
+        if len(heads) > 1:
+            raise ExportError(
+                f"{option} is of one head, here are {len(heads)}: {', '.join(heads)}; export one of"
+                " them, and bring in the others with --add-draft"
+            )
+
+
+def load_named(
+    source: DraftSource, target: Target, plan: Plan, request: ReadsDrafts
+) -> tuple[str, Draft]:
+    """A draft and its name in the bundle."""
+    draft = load_draft(
+        source.source,
+        target,
+        plan,
+        aux_layer_ids=request.aux_layer_ids,
+        assume=request.assume,
+        trust_remote_code=request.trust_remote_code,
+    )
+    return source.name or draft.method, draft
+
+
+def refuse_name_twice(name: str, others: Mapping[str, Any]) -> None:
+    if name in others:
         raise ExportError(
-            f"{output} exists and is not a bundle alone: {found}; it will not be replaced,"
-            " so choose another folder, or move it away"
+            f"there is a drafter {name} already, beside {', '.join(others)}: give this one a name"
+            " of its own, as in mine=PATH, or with --add-draft pass --force to replace the other"
         )
 
 
-def _foreign(output: Path) -> str:
-    """What `output` holds that no export wrote, in words; empty for a bundle or an empty folder."""
-    try:
-        names = {path.name for path in output.iterdir()}  # a bundle has no folders in it
-    except OSError as error:
-        return f"it is no folder that can be read ({error.strerror})"
-    if not names:
-        return ""
-    try:
-        manifest = json.loads((output / MANIFEST_NAME).read_bytes())
-    except (OSError, ValueError):
-        return f"it has no readable {MANIFEST_NAME}, but {_some(names)}"
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return f"its {MANIFEST_NAME} has not the format {FORMAT!r}; it holds {_some(names)}"
-    listed = manifest.get("files")
-    others = names - {MANIFEST_NAME, *(listed if isinstance(listed, dict) else ())}
-    return f"its {MANIFEST_NAME} does not list {_some(others)}" if others else ""
-
-
-def _some(names: set[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more
-
-
-def _read_head(request: ExportRequest, target: Target) -> Head | None:
-    if request.draft is None:
-        return None
-    facts = TargetFacts(
-        hidden_size=target.config.hidden_size,
-        vocab_size=target.vocab_size,
-        num_layers=target.kv.num_layers,
-        embedding=target.model.get_input_embeddings().weight.detach(),
-    )
-    assume = parse_assumptions(request.assume)
-    return read_head(request.draft, facts, request.aux_layer_ids, assume)
-
-
-def _build_module(head: Head, target: Target, plan: Plan) -> EagleHead | Eagle1Head:
-    dtype = DTYPES[plan.dtype]
-    if head.config.method == "eagle1":
-        return build_eagle1_head(head, lm_head_weight(target), dtype)
-    return build_head(head, dtype)
-
-
-@contextmanager
-def _staging(output: Path) -> Iterator[Path]:
-    """A temporary folder on the output's file system, gone unless it was renamed."""
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    except OSError as error:
-        raise ExportError(f"{output} cannot be written: {error}") from error
-    folder.chmod(0o755)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(folder: Path, output: Path) -> None:
-    """Renames the finished folder to `output`; what stood there is deleted only after that.
-
-    If that fails, the old one is moved back, and where even that fails, it stays aside.
-    """
-    # Not with _staging: that would delete what could not be moved back.
-    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
-    old = aside / output.name
-    try:
-        if output.exists():
-            output.rename(old)
-        folder.rename(output)
-    except BaseException as error:
-        _move_back(old, output)
-        if isinstance(error, OSError):
-            raise ExportError(f"{output} cannot be written: {error}") from error
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _move_back(old: Path, output: Path) -> None:
-    try:
-        if old.exists():
-            old.rename(output)
-        old.parent.rmdir()
-    except OSError as error:
-        raise ExportError(
-            f"{output} could not be replaced ({error}); the old bundle is now {old}"
-        ) from error
-
-
-def _write_engines(folder: Path, parts: _Parts, plan: Plan, report: Report) -> None:
+def _write_engines(
+    folder: Path, target: Target, drafts: Drafts, plan: Plan, report: Report
+) -> dict[str, EngineInfo]:
+    """The target, which puts out what any of the drafts fuses, and the engines of each draft."""
+    report(f"tracing {target.architecture} ({plan.lowering} lowering)")
     lowering = LOWERINGS[plan.lowering]
-    layers = parts.head.config.aux_layer_ids if parts.head else ()
-    report(f"tracing {parts.target.architecture} ({plan.lowering} lowering)")
-    model = trace_target(parts.target, lowering, layers, plan.cache_capacity)
+    model = trace_target(target, lowering, _aux_layer_ids(drafts), plan.cache_capacity)
     store_for_matmul(model)
-    written = save(model, folder / "target.onnx")
-    parts.engines["target"] = _describe(model, "target.onnx")
-    if parts.head is None or parts.head_module is None:
-        return
-    report("tracing the draft head")
-    table = embedding_table(parts.head, parts.target.model.get_input_embeddings().weight.detach())
-    is_int8 = plan.draft_weights == "int8"
-    tree = grown_tree(plan, parts.head.config.draft_vocab_size)
-    if tree is None:
-        report("no graph grows the plan's tree, static or too large: it takes a call a level")
-    graphs = trace_draft_engines(
-        parts.head,
-        parts.head_module,
-        table,
-        lowering,
-        plan.draft_capacity,
-        tree,
-        may_tie=not is_int8,
-    )
-    drafts: dict[str, ir.ExternalTensor] = {}
-    for name, graph in graphs.items():
+    stored = StoredGraph(model, save(model, folder / "target.onnx"))
+    engines = {"target": _describe(model, "target.onnx")}
+    for name, draft in drafts.items():
+        engines |= write_draft(folder, name, draft, target, stored, plan, report)
+    return engines
+
+
+def _aux_layer_ids(drafts: Drafts) -> tuple[int, ...]:
+    return tuple(sorted({layer for draft in drafts.values() for layer in draft.aux_layer_ids}))
+
+
+def write_draft(
+    folder: Path,
+    name: str,
+    draft: Draft,
+    target: Target,
+    stored: StoredGraph,
+    plan: Plan,
+    report: Report,
+) -> dict[str, EngineInfo]:
+    report(f"tracing the draft {name}")
+    engines = {}
+    written: dict[str, ir.ExternalTensor] = {}
+    for role, graph in draft.engines(target, plan).items():
         store_for_matmul(graph)
+        is_int8 = plan.draft_weights == "int8"
         if is_int8:
             quantize_int8(graph)
-            if lowering.fuses:
-                unshare_int8(graph)
-        shared = _shared(graph, model, parts.head) if name == "draft" else {}
-        # A tiny weight stays in the .onnx.
-        files = {own: written[theirs] for own, theirs in shared.items() if theirs in written}
-        if name == "draft_tree":  # its layers are copies of the other engines'
+        if is_int8 and LOWERINGS[plan.lowering].fuses:
+            unshare_int8(graph)
+        shared = draft.shared(graph, stored) if role == "draft" else {}
+        if role == GROWTH:  # its layers are copies of the other engines'
             sources = {own: own.partition("#")[0] for own in graph.graph.initializers}
-            files = {own: drafts[each] for own, each in sources.items() if each in drafts}
-        drafts |= files | save(graph, folder / f"{name}.onnx", files)
-        parts.engines[name] = _describe(graph, f"{name}.onnx")
-    np.save(folder / "target_ids.npy", parts.head.target_ids)
-
-
-def _shared(draft: ir.Model, target: ir.Model, head: Head) -> dict[str, str]:
-    """Weights of the draft that are the target's, by the names they have in either graph."""
-    shared = {}
-    if head.own_embedding is None:
-        shared[embedding_name(draft)] = embedding_name(target)
-    own, theirs = lm_head_name(draft), lm_head_name(target)
-    if head.config.method == "eagle1" and own is not None and theirs is not None:
-        shared[own] = theirs
-    return shared
+            shared = {own: written[each] for own, each in sources.items() if each in written}
+        engine = engine_name(name, role)
+        written |= shared | save(graph, folder / f"{engine}.onnx", shared)
+        engines[engine] = _describe(graph, f"{engine}.onnx")
+    draft.write_files(folder, name)
+    return engines
 
 
 def _describe(model: ir.Model, file: str) -> EngineInfo:
@@ -297,31 +207,48 @@ def _describe(model: ir.Model, file: str) -> EngineInfo:
 
 
 def _finish(
-    folder: Path, parts: _Parts, plan: Plan, request: ExportRequest, report: Report
+    folder: Path,
+    target: Target,
+    drafts: Drafts,
+    engines: Mapping[str, EngineInfo],
+    request: ExportRequest,
+    report: Report,
 ) -> SelfCheck:
     """Tokenizer, manifest, self-check; the manifest is written again with what was measured."""
-    tokenizer, generation = write_tokenizer(parts.target, folder)
-    files = describe_files(folder)
-
-    def manifest(check: Mapping[str, Any], draft_check: Mapping[str, Any]) -> Manifest:
-        return Manifest(
-            created_by=_versions(),
-            command=request.command,
-            plan=plan,
-            target=_target_info(parts),
-            draft=_draft_info(parts.head, draft_check),
-            engines=parts.engines,
-            files=files,
-            tokenizer=tokenizer,
-            generation=generation,
-            self_check=check,
-        )
-
-    write_manifest(folder, manifest({}, {}))
-    report("comparing the engines with PyTorch")
-    check = check_bundle(Bundle.open(folder), parts.target, parts.head, parts.head_module, report)
-    write_manifest(folder, manifest(check.engines, check.draft))
+    tokenizer, generation = write_tokenizer(target, folder)
+    manifest = Manifest(
+        created_by=_versions(),
+        command=request.command,
+        plan=request.plan,
+        target=target_info(target, _aux_layer_ids(drafts)),
+        drafts={
+            name: draft_info(source, draft, request.plan, request.command)
+            for source, (name, draft) in zip(request.drafts, drafts.items(), strict=True)
+        },
+        engines=engines,
+        files=describe_files(folder),
+        tokenizer=tokenizer,
+        generation=generation,
+        self_check={},
+    )
+    write_manifest(folder, manifest)
+    check = compare(folder, target, drafts, report)
+    write_manifest(folder, replace(with_checks(manifest, check), self_check=check.engines))
     return check
+
+
+def compare(folder: Path, target: Target, drafts: Drafts, report: Report) -> SelfCheck:
+    report("comparing the engines with PyTorch")
+    return check_bundle(Bundle.open(folder), target, drafts, report)
+
+
+def with_checks(manifest: Manifest, check: SelfCheck) -> Manifest:
+    """With what was measured of each draft."""
+    drafts = {
+        name: replace(info, checks=check.drafts.get(name, info.checks))
+        for name, info in manifest.drafts.items()
+    }
+    return replace(manifest, drafts=drafts)
 
 
 def _versions() -> dict[str, str]:
@@ -329,34 +256,29 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in packages}
 
 
-def _target_info(parts: _Parts) -> TargetInfo:
-    config, head = parts.target.config, parts.head
-    layers = head.config.aux_layer_ids if head else ()
+def target_info(target: Target, layers: tuple[int, ...]) -> TargetInfo:
     return TargetInfo(
-        architecture=parts.target.architecture,
-        vocab_size=parts.target.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=parts.target.kv.num_layers,
-        num_kv_heads=parts.target.kv.num_kv_heads,
-        head_dim=parts.target.kv.head_dim,
-        max_position_embeddings=getattr(config, "max_position_embeddings", 1 << 20),
-        aux_layer_ids=tuple(layers),
-        feature_size=len(layers) * config.hidden_size,
-        source=Path(parts.target.source).name,
+        architecture=target.architecture,
+        vocab_size=target.vocab_size,
+        hidden_size=target.config.hidden_size,
+        num_layers=target.kv.num_layers,
+        num_kv_heads=target.kv.num_kv_heads,
+        head_dim=target.kv.head_dim,
+        max_position_embeddings=getattr(target.config, "max_position_embeddings", 1 << 20),
+        aux_layer_ids=layers,
+        feature_size=len(layers) * target.config.hidden_size,
+        source=Path(target.source).name,
     )
 
 
-def _draft_info(head: Head | None, check: Mapping[str, Any]) -> DraftInfo | None:
-    if head is None:
-        return None
-    config = head.config
+def draft_info(source: DraftSource, draft: Draft, plan: Plan, command: str) -> DraftInfo:
     return DraftInfo(
-        dialect=config.dialect,
-        method=config.drafter,
-        hidden_size=config.hidden_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        draft_vocab_size=config.draft_vocab_size,
-        conventions={k: Convention(v.value, v.source) for k, v in config.conventions.items()},
-        checks=check,
+        method=draft.method,
+        source=Path(source.source).name,
+        aux_layer_ids=draft.aux_layer_ids,
+        weights=plan.draft_weights,
+        tree=plan.tree,
+        checks={},
+        command=command,
+        **draft.facts(),
     )

@@ -7,18 +7,17 @@ Errors are relative: the largest difference over the largest reference value.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle3.export.head_graph import Eagle1Head, EagleHead, embedding_table
-from eagle3.export.heads import Head
-from eagle3.export.readings import Reading, Text, causal_attention, compare_readings
+from eagle3.export.head_graph import Eagle1Head, EagleHead
+from eagle3.export.readings import Reading, Text, causal_attention
 from eagle3.export.target import Target
 from eagle3.export.texts import PROMPTS, TEXT
 from eagle3.export.weights import block_int8, int8_block
@@ -44,33 +43,48 @@ _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
 
 Array = NDArray[Any]
 _AnyHead = EagleHead | Eagle1Head
+_Module = TypeVar("_Module", bound=torch.nn.Module)
+
+
+class Checked(Protocol):
+    """A draft that can be compared with PyTorch."""
+
+    def check(
+        self, bundle: Bundle, name: str, reference: Reference, tolerance: float
+    ) -> dict[str, Any]:
+        """Its engines' errors. Raises SelfCheckFailed."""
+        ...
+
+    def readings(self, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
+        """How it does as it was read, and as it might have been."""
+        ...
 
 
 @dataclass
 class SelfCheck:
-    """What was measured, as it stands in the manifest: `engines` of the target, `draft`."""
+    """What was measured, as it stands in the manifest: `engines` of the target, each draft."""
 
     engines: dict[str, Any] = field(default_factory=dict)
-    draft: dict[str, Any] = field(default_factory=dict)
-    readings: tuple[Reading, ...] = ()
+    drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    readings: dict[str, tuple[Reading, ...]] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
         """What the user should know although the export succeeded."""
-        found = []
-        acceptance = self.draft.get("first_position_acceptance")
-        if acceptance is not None and acceptance < NEAR_ZERO_ACCEPTANCE:
-            found.append(
-                f"only {acceptance:.1%} of the first draft tokens are accepted on ordinary "
-                "prompts: the head does not fit this target as it was read. Check its fused layers "
-                "(--aux-layers counts hidden_states indices), its RoPE, its vocabulary mapping and "
-                "the chat template"
-            )
+        found = [
+            f"only {acceptance:.1%} of the first draft tokens of {name} are accepted on ordinary "
+            "prompts: it does not fit this target as it was read. Check a head's fused layers "
+            "(--aux-layers counts hidden_states indices), its RoPE, its vocabulary mapping and the "
+            "chat template; an LM may simply be too weak"
+            for name, check in self.drafts.items()
+            if (acceptance := check["first_position_acceptance"]) < NEAR_ZERO_ACCEPTANCE
+        ]
         found += [
-            f"this head is read better with {each.name}: the first draft token is right "
-            f"{each.acceptance:.1%} of the time instead of {self.readings[0].acceptance:.1%}. "
+            f"{name} is read better with {each.name}: the first draft token is right "
+            f"{each.acceptance:.1%} of the time instead of {own.acceptance:.1%}. "
             "Export it again with that reading"
-            for each in self.readings
+            for name, (own, *others) in self.readings.items()
+            for each in others
             if each.clearly_better
         ]
         return found
@@ -79,11 +93,13 @@ class SelfCheck:
 def check_bundle(
     bundle: Bundle,
     target: Target,
-    head: Head | None,
-    module: _AnyHead | None,
+    drafts: Mapping[str, Checked],
     report: Callable[[str], None],
 ) -> SelfCheck:
-    """Compares and measures; raises SelfCheckFailed, with the errors, above the tolerance."""
+    """Compares and measures; raises SelfCheckFailed, with the errors, above the tolerance.
+
+    drafts: by name in the bundle, those that are to be compared.
+    """
     plan, check = bundle.manifest.plan, SelfCheck()
     if plan.dtype not in TOLERANCE:
         reason = f"{plan.dtype} engines cannot run on this machine's CPU"
@@ -91,20 +107,20 @@ def check_bundle(
         check.engines["skipped"] = reason
         return check
     tokens = _tokens(target, plan.max_seq_len - len(_TREE_PARENTS))
-    reference = _Reference(target, tokens, bundle.manifest.target.aux_layer_ids)
+    reference = Reference(target, tokens, bundle.manifest.target.aux_layer_ids)
     tolerance = TOLERANCE[plan.dtype]
     check.engines = _check_target(bundle, reference, tolerance)
     report(_summary("target", check.engines))
-    if head is not None and module is not None:
-        bound = INT8_TOLERANCE if plan.draft_weights == "int8" else tolerance
-        table = embedding_table(head, target.model.get_input_embeddings().weight)
-        check.draft = _check_draft(bundle, module, reference, bound, table)
-        report(_summary("draft", check.draft))
-        acceptance, texts = first_position_acceptance(bundle)
-        check.draft["first_position_acceptance"] = acceptance
-        report(f"first draft token accepted: {acceptance:.1%} on {len(PROMPTS)} prompts")
-        check.readings = compare_readings(head, target, texts)
-        check.draft["readings"] = {each.name: each.acceptance for each in check.readings}
+    for name, draft in drafts.items():
+        is_int8 = bundle.manifest.drafts[name].weights == "int8"
+        result = draft.check(bundle, name, reference, INT8_TOLERANCE if is_int8 else tolerance)
+        report(_summary(name, result))
+        acceptance, texts = first_position_acceptance(bundle, name)
+        check.drafts[name] = {**result, "first_position_acceptance": acceptance}
+        report(f"{name}: first draft token accepted {acceptance:.1%} on {len(PROMPTS)} prompts")
+        if readings := draft.readings(target, texts):
+            check.readings[name] = readings
+            check.drafts[name]["readings"] = {each.name: each.acceptance for each in readings}
     for warning in check.warnings:
         report(f"warning: {warning}")
     return check
@@ -124,7 +140,7 @@ def _tokens(target: Target, limit: int) -> NDArray[np.int64]:
     return np.asarray(repeated, np.int64)
 
 
-class _Reference:
+class Reference:
     """The PyTorch model's own numbers for a text: logits [T,V], features [T,F]."""
 
     def __init__(self, target: Target, tokens: NDArray[np.int64], layers: tuple[int, ...]) -> None:
@@ -160,22 +176,22 @@ def _relative(difference: float, reference: Array) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
-def _check_target(bundle: Bundle, reference: _Reference, tolerance: float) -> dict[str, Any]:
-    engine = TargetEngine(bundle, _threads(), Clock())
+def _check_target(bundle: Bundle, reference: Reference, tolerance: float) -> dict[str, Any]:
+    engine = TargetEngine(bundle, num_threads(), Clock())
     errors = {
         **_teacher_forced(engine, reference),
         "prefill_logits": _prefill_error(engine, reference),
         "tree_logits": _tree_error(engine, reference),
     }
-    _judge("target", errors, tolerance)
+    judge("target", errors, tolerance)
     return {"tokens": len(reference.tokens), "tolerance": tolerance, "relative_errors": errors}
 
 
-def _threads() -> int:
+def num_threads() -> int:
     return max(1, torch.get_num_threads())
 
 
-def _teacher_forced(engine: TargetEngine, reference: _Reference) -> dict[str, float]:
+def _teacher_forced(engine: TargetEngine, reference: Reference) -> dict[str, float]:
     """The text as accepted chains of one verify call after the other."""
     expected = {"logits": reference.logits}
     if reference.features is not None:
@@ -193,7 +209,7 @@ def _teacher_forced(engine: TargetEngine, reference: _Reference) -> dict[str, fl
     return {name: _relative(worst[name], whole) for name, whole in expected.items()}
 
 
-def _prefill_error(engine: TargetEngine, reference: _Reference) -> float:
+def _prefill_error(engine: TargetEngine, reference: Reference) -> float:
     """The text prefilled in chunks: the last row."""
     tokens, chunk = reference.tokens, engine.prefill_chunk
     for past in range(0, len(tokens), chunk):
@@ -202,7 +218,7 @@ def _prefill_error(engine: TargetEngine, reference: _Reference) -> float:
     return relative_error(out.logits[0], reference.logits[-1])
 
 
-def _tree_error(engine: TargetEngine, reference: _Reference) -> float:
+def _tree_error(engine: TargetEngine, reference: Reference) -> float:
     """One tree call behind the prefilled text, against a separate PyTorch call for every path."""
     past = len(reference.tokens)
     rng = np.random.default_rng(0)
@@ -221,19 +237,25 @@ def _tree_error(engine: TargetEngine, reference: _Reference) -> float:
     return max(errors)
 
 
-def _check_draft(
-    bundle: Bundle, module: _AnyHead, reference: _Reference, tolerance: float, table: Tensor
+def check_head(
+    bundle: Bundle,
+    name: str,
+    module: _AnyHead,
+    table: Tensor,
+    reference: Reference,
+    tolerance: float,
 ) -> dict[str, Any]:
     """Per-step logits: rows with the target's features, then what the head feeds back, K = 2."""
-    engine = DraftEngine(bundle, _threads(), Clock())
-    if bundle.manifest.plan.draft_weights == "int8":
-        module = _with_int8_weights(module)
+    engine = DraftEngine(bundle, num_threads(), Clock(), name)
+    if bundle.manifest.drafts[name].weights == "int8":
+        module = with_int8_weights(module)
     assert reference.features is not None
     count = min(48, len(reference.tokens) - 1, engine.max_rows)
-    engine.feature_slots(count)[:] = reference.features[:count]
+    features = reference.features[:count, engine.columns]
+    engine.feature_slots(count)[:] = features
     next_ids = reference.tokens[1 : count + 1]
     out = engine.extend(next_ids, top_k=2, want_logits=True)
-    path = _DraftPath(module, reference, count, table)
+    path = _DraftPath(module, reference, features, table)
     errors = {}
     hidden, ids = out.hidden[-1:].copy(), out.top_ids[0].copy()
     assert out.logits is not None
@@ -251,7 +273,7 @@ def _check_draft(
         )
         branches = [(*b, int(t[0])) for b, t in zip(branches, out.top_ids, strict=True)]
         hidden, mask = out.hidden.copy(), np.concatenate([mask, np.eye(len(ids), dtype=bool)], 1)
-    _judge("draft", errors, tolerance)
+    judge(name, errors, tolerance)
     return {"tolerance": tolerance, "relative_errors": errors}
 
 
@@ -261,12 +283,12 @@ class _DraftPath:
     table [V,d]: the embedding that it reads.
     """
 
-    def __init__(self, module: _AnyHead, reference: _Reference, count: int, table: Tensor) -> None:
-        assert reference.features is not None
-        self._module, self._count = module, count
-        self._features = torch.from_numpy(reference.features[:count])[None].to(module.fc.weight)
-        self._tokens = reference.tokens[1 : count + 1].tolist()
-        self._table = table
+    def __init__(
+        self, module: _AnyHead, reference: Reference, features: Array, table: Tensor
+    ) -> None:
+        self._module, self._table = module, table
+        self._features = torch.from_numpy(features)[None].to(module.fc.weight)
+        self._tokens = reference.tokens[1 : len(features) + 1].tolist()
 
     def logits(self, path: tuple[int, ...]) -> Array:
         """Logits [Vd] of the row with the last token of `path` (() = the last prefix row)."""
@@ -284,7 +306,7 @@ class _DraftPath:
         return out
 
 
-def _with_int8_weights(module: _AnyHead) -> _AnyHead:
+def with_int8_weights(module: _Module) -> _Module:
     """A copy whose matrices hold the values that the int8 engine reads."""
     module = copy.deepcopy(module)
     for linear in (m for m in module.modules() if isinstance(m, torch.nn.Linear)):
@@ -297,19 +319,25 @@ def _with_int8_weights(module: _AnyHead) -> _AnyHead:
     return module
 
 
-def first_position_acceptance(bundle: Bundle) -> tuple[float, list[Text]]:
-    """Share of the first draft tokens that the target accepts, greedy, on the built-in prompts.
+def first_position_acceptance(bundle: Bundle, name: str) -> tuple[float, list[Text]]:
+    """Share of the first tokens of draft `name` that the target accepts, greedy, on PROMPTS.
 
     With the texts that it was measured on.
     """
-    engine = Engine(bundle, _threads())
+    engine = Engine(bundle, num_threads())
     chat = engine.chat_template is not None
     accepted = proposed = 0.0
     texts = []
     for prompt in PROMPTS:
         ids = engine.encode(prompt, chat=chat)[: engine.plan.max_seq_len // 2]
         result = engine.generate(
-            ids, max_new_tokens=_ANSWER_TOKENS, draft_top_k=1, draft_depth=2, num_draft_tokens=2
+            ids,
+            max_new_tokens=_ANSWER_TOKENS,
+            draft_top_k=1,
+            draft_depth=2,
+            num_draft_tokens=2,
+            tree="dynamic",
+            drafter=name,
         )
         texts.append(Text(np.array([*ids, *result.token_ids], np.int64), len(ids)))
         stats = result.stats
@@ -319,7 +347,7 @@ def first_position_acceptance(bundle: Bundle) -> tuple[float, list[Text]]:
     return accepted / proposed if proposed else 0.0, texts
 
 
-def _judge(name: str, errors: dict[str, float], tolerance: float) -> None:
+def judge(name: str, errors: dict[str, float], tolerance: float) -> None:
     bad = {key: value for key, value in errors.items() if not value <= tolerance}
     if bad:
         listed = ", ".join(f"{key} {value:.2e}" for key, value in bad.items())

@@ -291,13 +291,13 @@ class DraftGraph(nn.Module):
         out = self.head(self.embed(input_ids), hidden, position_ids, attend)
         rows = logit_rows[:, :, None].expand(-1, -1, out.shape[-1])
         logits = self.head.logits(out.gather(1, rows))
-        top, ids = _top_k(torch.log_softmax(logits, -1), top_k)
+        top, ids = top_k_of(torch.log_softmax(logits, -1), top_k)
         if not self.full_vocab:
             ids = self.target_ids[ids]  # type: ignore[index]
         return logits, top, ids, self.head.feed_back(out)
 
 
-def _top_k(log_probs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
+def top_k_of(log_probs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
     """log_probs [B,M,Vd], top_k [1] -> values and draft ids [B,M,K], best first; K is a symbol."""
     count: int = top_k[0].item()  # type: ignore[assignment]
     torch._check(count >= 1)  # type: ignore[no-untyped-call]

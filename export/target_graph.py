@@ -160,6 +160,8 @@ class TargetGraph(nn.Module):
     Outputs: logits [B,M,V] float32; next_token [B,M] int64, the argmax, -1 where logits are NaN;
     features [B,N,F], the residual stream before `aux_layer_ids`, low to high. The presents become
     outputs when the attention is lowered.
+    With window_positions [B,W] int64, tree_mask is [B,N,W]: the last W slots hold rows of earlier
+    calls too, at these positions.
     """
 
     def __init__(
@@ -179,12 +181,14 @@ class TargetGraph(nn.Module):
         logit_rows: Tensor,
         past_k: list[Tensor],
         past_v: list[Tensor],
+        window_positions: Tensor | None = None,
     ) -> tuple[Any, ...]:
         num_rows = input_ids.shape[1]
         call = CachedCall(past_len, past_len.max() + num_rows, past_k, past_v)
         slots = self._trace.lowering.num_slots(call, num_rows)
         self._trace.call, self._trace.logit_rows = call, logit_rows
-        self._trace.window = key_window(tree_mask, position_ids, past_len, slots, position_ids)
+        window = position_ids if window_positions is None else window_positions
+        self._trace.window = key_window(tree_mask, position_ids, past_len, slots, window)
         result = self.model(
             input_ids=input_ids,
             position_ids=position_ids,

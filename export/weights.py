@@ -5,6 +5,9 @@ and which of them are the embedding and the lm_head, which a draft may share wit
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,3 +188,18 @@ def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
     scales = np.maximum(np.abs(blocks).max(axis=1), 1e-12) / 127.0
     quantized = np.clip(np.rint(blocks / scales[:, None, :]), -127, 127).astype(np.int8)
     return quantized.reshape(depth, width), scales.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class StoredGraph:
+    """A graph whose weights lie in a file, by initializer name; another may refer to them."""
+
+    graph: ir.Model
+    weights: Mapping[str, ir.ExternalTensor]
+
+    @classmethod
+    def load(cls, path: Path) -> StoredGraph:
+        """Reads the graph `path`; weights stay on disk."""
+        graph = ir.load(path)
+        tensors = {name: value.const_value for name, value in graph.graph.initializers.items()}
+        return cls(graph, {n: t for n, t in tensors.items() if isinstance(t, ir.ExternalTensor)})

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.errors import BundleError
-from eagle3.runtime.manifest import TARGET_IDS_NAME, FileInfo, Manifest
+from eagle3.runtime.manifest import HEAD_METHODS, FileInfo, Manifest, target_ids_name
 
 MANIFEST_NAME = "manifest.json"
 PARTIAL_NAME = "manifest.json.partial"
@@ -54,8 +54,9 @@ class Bundle:
         bundle._check_weight_files()
         bundle._check_hashes(MAX_SMALL_BYTES)
         bundle.chat_template()
-        if manifest.draft is not None:
-            bundle.target_ids()
+        for draft in manifest.drafts:
+            if manifest.drafts[draft].method in HEAD_METHODS:
+                bundle.target_ids(draft)
         return bundle
 
     def path(self, name: str) -> Path:
@@ -76,13 +77,12 @@ class Bundle:
                 f"{self.root / name} cannot be read as UTF-8: {error}; export the bundle again"
             ) from error
 
-    def target_ids(self) -> NDArray[np.int64]:
-        """The target's id of every draft id, [Vd] int64; only a bundle with a draft has them.
+    def target_ids(self, draft: str) -> NDArray[np.int64]:
+        """The target's id of every draft id of the head `draft`, [Vd] int64.
 
         Raises BundleError unless they are different ids of the target's vocabulary.
         """
-        path, info = self.path(TARGET_IDS_NAME), self.manifest.draft
-        assert info is not None
+        path, info = self.path(target_ids_name(draft)), self.manifest.drafts[draft]
         ids = _read_ids(path, info.draft_vocab_size)
         vocab_size = self.manifest.target.vocab_size
         if ids.min() < 0 or ids.max() >= vocab_size or len(np.unique(ids)) != len(ids):
@@ -211,7 +211,7 @@ def _read_ids(path: Path, count: int) -> NDArray[np.int64]:
         ) from error
     if stored.dtype != np.int64 or stored.shape != (count,):
         raise BundleError(
-            f"{path} holds {stored.dtype} {list(stored.shape)}, but draft.draft_vocab_size asks for"
+            f"{path} holds {stored.dtype} {list(stored.shape)}, but draft_vocab_size asks for"
             f" int64 [{count}]: export the bundle again"
         )
     return np.array(stored)

@@ -12,7 +12,7 @@ from eagle3.plans.model import Attention, DraftFacts, TargetFacts
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import PlanError
-from eagle3.runtime.manifest import DRAFT_ENGINES, DraftInfo, TargetInfo
+from eagle3.runtime.manifest import DRAFT_ENGINES, HEAD_METHODS, TargetInfo, engine_name
 
 # Mixtures, by the name of their class: how many experts a token runs is not in a manifest.
 _MIXTURES = re.compile("moe|mixtral|gptoss|dbrx|jamba|llama4|deepseek", re.IGNORECASE)
@@ -35,7 +35,8 @@ def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
             " token runs: name the checkpoint's folder or id instead of the bundle"
         )
     target = _target(info, _weight_bytes(bundle, "target") // item)
-    return target, _draft(bundle, manifest.draft, target) if manifest.draft else None
+    name = next(iter(manifest.drafts), None)
+    return target, None if name is None else _draft(bundle, name, target)
 
 
 def differences(bundle: Bundle, plan: Plan) -> list[str]:
@@ -77,23 +78,29 @@ def _target(info: TargetInfo, num_parameters: int) -> TargetFacts:
     )
 
 
-def _draft(bundle: Bundle, info: DraftInfo, target: TargetFacts) -> DraftFacts:
-    plan, method = bundle.manifest.plan, info.method
-    if method not in DRAFT_ENGINES or "draft" not in DRAFT_ENGINES[method]:
-        raise PlanError(f"drafts of method {method} cannot be reckoned with, only EAGLE heads")
-    per_weight = matrix_bytes(1, plan.draft_weights, plan.dtype, info.hidden_size)
-    fuses = "draft_fuse" in DRAFT_ENGINES[method]
+def _draft(bundle: Bundle, name: str, target: TargetFacts) -> DraftFacts:
+    info = bundle.manifest.drafts[name]
+    if info.method not in HEAD_METHODS:
+        raise PlanError(
+            f"draft {name} is of method {info.method}, which cannot be reckoned with, only EAGLE"
+            " heads: name the checkpoints instead of the bundle"
+        )
+    per_weight = matrix_bytes(1, info.weights, bundle.manifest.plan.dtype, info.hidden_size)
+    fuses = "draft_fuse" in DRAFT_ENGINES[info.method]
     lm_head = info.draft_vocab_size * info.hidden_size
     # An EAGLE-1/2 head's lm_head is the target's file, unless it is stored otherwise.
-    own_lm_head = fuses or plan.draft_weights != "same"
-    stored = round(_weight_bytes(bundle, "draft") / per_weight)
+    own_lm_head = fuses or info.weights != "same"
+    stored = round(_weight_bytes(bundle, engine_name(name, "draft")) / per_weight)
+    fused = 0
+    if fuses:
+        fused = round(_weight_bytes(bundle, engine_name(name, "draft_fuse")) / per_weight)
     step = stored - (lm_head if own_lm_head else 0)
     attention = _attention(1, info.hidden_size, info.num_kv_heads, info.head_dim)
     # EAGLE-3 attends over 2 d; the step of an EAGLE-1/2 head has its fc [d,2d] beside it.
     rows = _attention_rows(attention, 2 if fuses else 1) + (0 if fuses else 2 * info.hidden_size)
     return DraftFacts(
-        name=f"{method} head",
-        fuse_parameters=round(_weight_bytes(bundle, "draft_fuse") / per_weight) if fuses else 0,
+        name=f"{info.method} head",
+        fuse_parameters=fused,
         step_parameters=step,
         lm_head_parameters=lm_head,
         own_lm_head=own_lm_head,

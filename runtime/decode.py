@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.accept import Accepted, Settled, settle
-from eagle3.runtime.drafters import Drafter, DraftRequest, NoDrafter
+from eagle3.runtime.drafters import Drafter, DraftRequest
 from eagle3.runtime.errors import EngineError
 from eagle3.runtime.pace import Pace
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
@@ -115,7 +115,7 @@ class Decoding:
         num_committed = len(result.committed.token_ids)
         num_accepted = max(len(accepted.path) - len(carried), 0)
         self.stats.round(int(draft.depths.max()), num_accepted, num_committed)
-        if budget is not None and not isinstance(self.drafter, NoDrafter):
+        if budget is not None:
             self.pace.record_draft(num_committed, elapsed)
         elif not carried:
             self.pace.record_plain(elapsed)
@@ -192,7 +192,7 @@ class Decoding:
         depth = min(self.tree.draft_depth, self.sequence.remaining - 1 - num_carried)
         room = min(self.target.capacity - past, self.target.max_verify_rows) - 1 - num_carried
         nodes = min(self.tree.num_draft_tokens, room)
-        if depth < 1 or nodes < 1 or not self.pace.should_draft():
+        if not self.drafter.proposes or depth < 1 or nodes < 1 or not self.pace.should_draft():
             return None
         return replace(self.tree, draft_depth=depth, num_draft_tokens=nodes)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.manifest import Convention, DraftInfo
+from eagle3.runtime.manifest import Convention, DraftInfo, engine_name
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head"}
+_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head", "model": "causal LM"}
 
 
 def describe(bundle: Bundle) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "created_by": data["created_by"],
         "command": data["command"],
         "target": data["target"],
-        "draft": data["draft"],
+        "drafts": data["drafts"],
         "plan": data["plan"],
         "engines": engine_bytes(bundle),
         "caches": cache_bytes(bundle),
@@ -40,9 +40,8 @@ def description_lines(bundle: Bundle) -> list[str]:
     rows = [
         ("bundle", _size_text(bundle)),
         ("target", _target_text(bundle)),
-        *_draft_rows(manifest.draft),
+        *_draft_rows(manifest.drafts),
         ("plan", _plan_text(bundle)),
-        ("tree", tree_text(manifest.plan.tree)),
         *(("engine", f"{name}: {as_text(n)}") for name, n in engine_bytes(bundle).items()),
         *(("cache", f"{name}: {as_text(n)}") for name, n in cache_bytes(bundle).items()),
         ("tokenizer", _tokenizer_text(bundle)),
@@ -74,7 +73,7 @@ def engine_bytes(bundle: Bundle) -> dict[str, int]:
 
 def cache_bytes(bundle: Bundle) -> dict[str, int]:
     """Keys and values of every layer, for one sequence of max_seq_len tokens."""
-    plan, target, draft = bundle.manifest.plan, bundle.manifest.target, bundle.manifest.draft
+    plan, target = bundle.manifest.plan, bundle.manifest.target
     item = 2 * ITEM_BYTES[plan.dtype]
     caches = {
         "target": item
@@ -83,8 +82,9 @@ def cache_bytes(bundle: Bundle) -> dict[str, int]:
         * target.head_dim
         * plan.cache_capacity
     }
-    if draft is not None:
-        caches["draft"] = item * draft.num_kv_heads * draft.head_dim * plan.draft_capacity
+    for name, draft in bundle.manifest.drafts.items():
+        slot = draft.num_layers * draft.num_kv_heads * draft.head_dim
+        caches[engine_name(name, "draft")] = item * slot * plan.draft_capacity
     return caches
 
 
@@ -113,19 +113,19 @@ def as_text(size: int) -> str:
 
 
 def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    """What export measured against PyTorch, and the acceptance of the first draft token."""
-    draft = bundle.manifest.draft
-    for name, check in (
-        ("target", bundle.manifest.self_check),
-        ("draft", draft.checks if draft is not None else {}),
-    ):
+    """What export measured against PyTorch, and how often first draft tokens are accepted."""
+    drafts = {name: draft.checks for name, draft in bundle.manifest.drafts.items()}
+    for name, check in {"target": bundle.manifest.self_check, **drafts}.items():
         if "skipped" in check:
             yield "self-check", f"{name} was not compared with PyTorch: {check['skipped']}"
         if "relative_errors" in check:
             yield "self-check", f"{name} against PyTorch: {_errors_text(check)}"
         if "first_position_acceptance" in check:
             share = check["first_position_acceptance"]
-            yield "self-check", f"first draft token accepted: {share:.1%} of the time, greedy"
+            yield (
+                "self-check",
+                f"{name}: first draft token accepted {share:.1%} of the time, greedy",
+            )
 
 
 def _errors_text(check: Mapping[str, Any]) -> str:
@@ -145,14 +145,21 @@ def _target_text(bundle: Bundle) -> str:
     )
 
 
-def _draft_rows(draft: DraftInfo | None) -> Iterator[tuple[str, str]]:
-    if draft is None:
+def _draft_rows(drafts: Mapping[str, DraftInfo]) -> Iterator[tuple[str, str]]:
+    if not drafts:
         yield "draft", "none: plain decoding, or --drafter lookup"
-        return
-    method = _METHODS.get(draft.method, draft.method)
-    yield "draft", f"{method} ({draft.dialect}), draft vocabulary {draft.draft_vocab_size}"
-    for name, convention in draft.conventions.items():
-        yield "", f"{name} = {_value_text(convention)} (from: {convention.source})"
+    for name, draft in drafts.items():
+        stored = "as the plan's dtype" if draft.weights == "same" else draft.weights
+        layers = "1 layer" if draft.num_layers == 1 else f"{draft.num_layers} layers"
+        yield (
+            "draft",
+            f"{name}: {_METHODS.get(draft.method, draft.method)} ({draft.dialect}) from"
+            f" {draft.source}, {layers}, draft vocabulary"
+            f" {draft.draft_vocab_size}, weights {stored}",
+        )
+        for each, convention in draft.conventions.items():
+            yield "", f"{each} = {_value_text(convention)} (from: {convention.source})"
+        yield "tree", f"{name}: {tree_text(draft.tree)}"
 
 
 def _value_text(convention: Convention) -> str:
@@ -166,10 +173,8 @@ def _value_text(convention: Convention) -> str:
 
 def _plan_text(bundle: Bundle) -> str:
     plan = bundle.manifest.plan
-    stored = "as the target's" if plan.draft_weights == "same" else plan.draft_weights
-    draft = f", draft weights {stored}" if bundle.manifest.draft else ""
     return (
-        f"{plan.dtype}{draft}, {plan.lowering} lowering for {plan.backend}; context"
+        f"{plan.dtype}, {plan.lowering} lowering for {plan.backend}; context"
         f" {plan.max_seq_len} tokens, prefill {plan.prefill_chunk} at a time, trees up to"
         f" {plan.max_draft_tokens} tokens"
     )

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.manifest import DRAFT_ENGINES, DraftInfo, Manifest, TensorSpec
+from eagle3.runtime.manifest import (
+    DRAFT_ENGINES,
+    DraftInfo,
+    Manifest,
+    TargetInfo,
+    TensorSpec,
+    engine_name,
+)
 from eagle3.runtime.session import (
     Bound,
     Buffer,
@@ -44,21 +51,29 @@ class DraftOutput:
 class DraftEngine:
     """Batch 1. Slots 0 .. `num_rows` - 1 of the cache were made from the target's features and
     stay; tree rows stand behind them and are overwritten by the next extension.
+
+    name: which of the bundle's heads, by default the first. columns: of the target's features
+    [N,F'], those [N,F] that this head fuses.
     """
 
-    def __init__(self, bundle: Bundle, threads: int, clock: Clock) -> None:
+    def __init__(self, bundle: Bundle, threads: int, clock: Clock, name: str | None = None) -> None:
         manifest = bundle.manifest
-        plan, info = manifest.plan, manifest.draft
-        assert info is not None
+        name = next(iter(manifest.drafts)) if name is None else name
+        plan, info = manifest.plan, manifest.drafts[name]
         # First, so that a manifest which does not fit the graphs sizes no buffer.
         self._fuse: Session | None = None
         if "draft_fuse" in DRAFT_ENGINES[info.method]:
             bound = _bound_fuse(manifest, info)
-            self._fuse = load_session(bundle, "draft_fuse", bound, threads, clock)
-        self._draft = load_session(bundle, "draft", _bound_draft(manifest, info), threads, clock)
+            self._fuse = load_session(
+                bundle, engine_name(name, "draft_fuse"), bound, threads, clock
+            )
+        self._draft = load_session(
+            bundle, engine_name(name, "draft"), _bound_draft(manifest, info), threads, clock
+        )
         dtype = np.dtype(plan.dtype)
         self.draft_vocab_size, self.hidden_size = info.draft_vocab_size, info.hidden_size
-        self.feature_size = manifest.target.feature_size
+        self.columns = _columns(manifest.target, info)
+        self.feature_size = _feature_size(manifest.target, info)
         self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
         capacity = plan.draft_capacity
         self._cache = KvCache(1, info.num_kv_heads, capacity, info.head_dim, dtype)
@@ -190,11 +205,24 @@ class DraftEngine:
         return inputs, outputs
 
 
+def _feature_size(target: TargetInfo, info: DraftInfo) -> int:
+    return len(info.aux_layer_ids) * target.hidden_size
+
+
+def _columns(target: TargetInfo, info: DraftInfo) -> slice | Int64s:
+    """Which columns of the target's features are the head's own; a slice makes no copy."""
+    if info.aux_layer_ids == target.aux_layer_ids:
+        return slice(None)
+    width = target.hidden_size
+    blocks = [target.aux_layer_ids.index(layer) for layer in info.aux_layer_ids]
+    return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
+
+
 def _bound_fuse(manifest: Manifest, info: DraftInfo) -> Bound:
     """What `extend` binds."""
     dtype = manifest.plan.dtype
     return Bound(
-        [TensorSpec("features", dtype, ("B", "N", manifest.target.feature_size))],
+        [TensorSpec("features", dtype, ("B", "N", _feature_size(manifest.target, info)))],
         [TensorSpec("hidden", dtype, ("B", "N", info.hidden_size))],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
@@ -165,12 +165,12 @@ class Engine:
 
         One request runs at a time: a stream holds the engine until it is read to its end or closed,
         and requests of other threads wait. prompt: a text (a user's message with chat=True, as it
-        is with chat=False), a list of messages, or token ids. drafter: None for the bundle's,
-        "none" for plain decoding; naming one, a tree, or any of the three draft sizes, also keeps
-        speculation on where it does not pay. tree: "dynamic", the name of a static tree, or its
-        paths as lists of child ranks; the draft sizes then cut it. acceptance: "rejection" or
-        "coupled" (same seed, same text, with any drafter). logprobs: how many alternatives to give
-        for each token. cancel: ends the request after the round in flight when it is set.
+        is with chat=False), a list of messages, or token ids. drafter: one of `drafters`, None for
+        the first; "none" is plain decoding. Naming one, a tree, or any of the three draft sizes,
+        also keeps speculation on where it does not pay. tree: "dynamic", the name of a static tree,
+        or its paths as lists of child ranks; the draft sizes then cut it. acceptance: "rejection"
+        or "coupled" (same seed, same text, with any drafter). logprobs: how many alternatives to
+        give for each token. cancel: ends the request after the round in flight when it is set.
 
         Raises RequestError (PromptTooLong, ...) before anything runs; EngineError if an engine
         fails.
@@ -195,13 +195,14 @@ class Engine:
             "tree": tree,
         }
         explicit = drafter is not None or any(each is not None for each in shape.values())
+        name = self._checked_drafter(drafter)
         request = Request(
             prompt_ids=self.encode(prompt, chat=chat),
             params=params,
             max_new_tokens=checked_count("max_new_tokens", max_new_tokens),
             stop=_checked_stop(stop),
-            drafter=self._checked_drafter(drafter),
-            tree=self._tree(shape),
+            drafter=name,
+            tree=self._tree(name, shape),
             may_fall_back=not explicit,
             num_logprobs=_checked_logprobs(logprobs),
             cancel=_checked_cancel(cancel),
@@ -284,6 +285,11 @@ class Engine:
             self._drafters[name] = build(name, self.bundle, self._threads, self._clock)
         return self._drafters[name]
 
+    def default_tree(self, drafter: str) -> TreePlan:
+        """The tree of a request that asks for no other: the draft's, else the plan's."""
+        info = self.bundle.manifest.drafts.get(drafter)
+        return self.plan.tree if info is None else info.tree
+
     def _checked_drafter(self, name: str | None) -> str:
         if name is None:
             return self.default_drafter
@@ -295,9 +301,10 @@ class Engine:
             )
         return name
 
-    def _tree(self, shape: Mapping[str, Any]) -> TreePlan:
+    def _tree(self, drafter: str, shape: Mapping[str, Any]) -> TreePlan:
+        plan = replace(self.plan, tree=self.default_tree(drafter))
         try:
-            return self.plan.override(**shape)
+            return plan.override(**shape)
         except PlanError as error:
             raise RequestError(str(error)) from error
 

@@ -11,10 +11,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.draft import DraftEngine
-from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec
+from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec, engine_name
 from eagle3.runtime.session import Bound, Buffer, Clock, Values, cache_specs, load_session
 from eagle3.runtime.tree import Tree
 
@@ -25,13 +25,12 @@ ENGINE = "draft_tree"
 _MAX_DEPTH, _MAX_CANDIDATES, _MAX_NODES = 16, 2048, 256
 
 
-def grown_tree(plan: Plan, draft_vocab_size: int) -> TreePlan | None:
-    """The sizes of a plan's tree as they are in use, which a graph is built for.
+def grown_tree(tree: TreePlan, draft_vocab_size: int) -> TreePlan | None:
+    """The sizes of a draft's tree as they are in use, which a graph is built for.
 
     None where the tree is static, or too large to be unrolled into a graph; it then grows a level a
     call.
     """
-    tree = plan.tree
     if tree.static is not None:
         return None
     top_k = min(tree.top_k_in_use, draft_vocab_size)
@@ -47,13 +46,13 @@ def grown_tree(plan: Plan, draft_vocab_size: int) -> TreePlan | None:
 class GrowthEngine:
     """Batch 1, over the cache, the rows and the feature slots of a `DraftEngine`."""
 
-    def __init__(self, bundle: Bundle, draft: DraftEngine, threads: int, clock: Clock) -> None:
-        manifest = bundle.manifest
-        assert manifest.draft is not None
-        self._tree = manifest.plan.tree
-        self._session = load_session(
-            bundle, ENGINE, _bound(manifest, manifest.draft), threads, clock
-        )
+    def __init__(
+        self, bundle: Bundle, name: str, draft: DraftEngine, threads: int, clock: Clock
+    ) -> None:
+        manifest, info = bundle.manifest, bundle.manifest.drafts[name]
+        self._tree = info.tree
+        bound = _bound(manifest, info)
+        self._session = load_session(bundle, engine_name(name, ENGINE), bound, threads, clock)
         self._draft = draft
         nodes = self._tree.num_draft_tokens + 1
         self._next_ids = Buffer(draft.max_rows, np.int64)
@@ -105,7 +104,7 @@ class GrowthEngine:
 
 def _bound(manifest: Manifest, info: DraftInfo) -> Bound:
     """What `_values` binds."""
-    plan, nodes = manifest.plan, manifest.plan.tree.num_draft_tokens + 1
+    plan, nodes = manifest.plan, info.tree.num_draft_tokens + 1
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = (
         TensorSpec("features", plan.dtype, ("B", "N", manifest.target.feature_size)),

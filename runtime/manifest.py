@@ -8,21 +8,33 @@ its dotted path (`target.vocab_size`): a manifest half understood is a wrong mod
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from eagle3.plans.plan import Plan
+from eagle3.plans.plan import DRAFT_WEIGHTS, Plan, TreePlan
 from eagle3.runtime.errors import BundleError, PlanError
 
 FORMAT = "eagle3-bundle"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
-TARGET_IDS_NAME = "target_ids.npy"
-"""The file of a bundle with a draft that maps draft ids to the target's ids."""
-DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft"), "eagle": ("draft",)}
-"""Draft method -> the engines it needs besides `target`. Without `draft_fuse` the draft reads the
-target's features as they are."""
+DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft"), "eagle": ("draft",), "model": ("draft",)}
+"""Draft method -> the engines it needs besides `target`. A head without `draft_fuse` reads the
+target's features as they are; a `model` reads tokens alone."""
+HEAD_METHODS = ("eagle3", "eagle")
+"""The methods that read the target's features and have a draft vocabulary of their own."""
+BUILT_IN_DRAFTERS = ("none", "lookup")
+"""Drafters that need no engine: every bundle has them."""
+
+
+def engine_name(draft: str, role: str) -> str:
+    """The engine of one of a bundle's drafts; role: one of its method's DRAFT_ENGINES."""
+    return f"{draft}.{role}"
+
+
+def target_ids_name(draft: str) -> str:
+    """The file that maps a head's draft ids to the target's ids."""
+    return f"{draft}.target_ids.npy"
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,9 @@ Index = Annotated[int, Rule("at least 0", lambda n: n >= 0)]
 Text = Annotated[str, Rule("a text of one or more characters", bool)]
 Sha256 = Annotated[
     str, Rule("64 lower-case hex digits", lambda s: bool(re.fullmatch("[0-9a-f]{64}", s)))
+]
+DraftWeights = Annotated[
+    str, Rule(f"one of {', '.join(DRAFT_WEIGHTS)}", lambda s: s in DRAFT_WEIGHTS)
 ]
 TENSOR_DTYPES = ("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 TensorDtype = Annotated[
@@ -58,10 +73,10 @@ class TargetInfo:
     head_dim: Count
     max_position_embeddings: Count
     aux_layer_ids: tuple[Index, ...]
-    """HF `hidden_states` indices that are fused, low to high; empty when there is no draft. Index
-    num_layers is the final hidden after the last norm."""
+    """HF `hidden_states` indices that are put out, low to high: what the heads fuse, together.
+    Index num_layers is the final hidden after the last norm."""
     feature_size: Index
-    """Width of the `features` output: len(aux_layer_ids) * hidden_size with a draft."""
+    """Width of the `features` output: len(aux_layer_ids) * hidden_size."""
     source: Text
 
 
@@ -75,18 +90,28 @@ class Convention:
 
 @dataclass(frozen=True)
 class DraftInfo:
-    """The draft head."""
+    """One draft of a bundle: a head, or a small causal LM."""
 
-    dialect: Text
     method: Text
-    """A key of DRAFT_ENGINES, and the name of the drafter."""
+    """A key of DRAFT_ENGINES."""
+    dialect: Text
+    source: Text
     hidden_size: Count
+    num_layers: Count
     num_kv_heads: Count
     head_dim: Count
     draft_vocab_size: Count
+    aux_layer_ids: tuple[Index, ...]
+    """The target's `hidden_states` that it fuses, in its order; empty unless it is a head."""
+    weights: DraftWeights
+    """How its matrices are stored: as the plan's dtype says, or as int8 with scales."""
+    tree: TreePlan
+    """The tree a request gets when it does not ask for another."""
     conventions: Mapping[str, Convention]
     checks: Mapping[str, Any]
     """Results of the checks that export made on the checkpoint, for the reader of the manifest."""
+    command: Text
+    """What put it into the bundle."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +173,8 @@ class Manifest:
     command: Text
     plan: Plan
     target: TargetInfo
-    draft: DraftInfo | None
+    drafts: Mapping[str, DraftInfo]
+    """Drafter -> its draft; the one that is used by default first. Empty: plain decoding only."""
     engines: Mapping[str, EngineInfo]
     files: Mapping[str, FileInfo]
     """Path relative to the folder, with `/` -> the file; every file of the bundle but this one."""
@@ -169,8 +195,15 @@ class Manifest:
         _check_engines(manifest)
         _check_references(manifest)
         _check_eos(manifest)
-        _check_draft(manifest)
+        _check_features(manifest)
+        for name in manifest.drafts:
+            _check_draft(manifest, name)
         return manifest
+
+    @property
+    def draft(self) -> DraftInfo | None:
+        """The draft that is used by default; None in a bundle without one."""
+        return next(iter(self.drafts.values()), None)
 
 
 def _without_head(data: dict[str, Any]) -> dict[str, Any]:
@@ -186,17 +219,27 @@ def _without_head(data: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in data.items() if k not in ("format", "schema_version")}
 
 
+def is_draft_name(name: str) -> bool:
+    """Whether a draft may be called so; engines and files of the bundle begin with it."""
+    return bool(re.fullmatch("[a-z][a-z0-9_-]*", name)) and name not in BUILT_IN_DRAFTERS
+
+
 def _check_engines(manifest: Manifest) -> None:
-    """The method must be known, and each engine that it runs must be there."""
-    needed: tuple[str, ...] = ("target",)
-    if manifest.draft is not None:
-        method = manifest.draft.method
-        if method not in DRAFT_ENGINES:
+    """Methods must be known, and each engine that they run must be there."""
+    needed = ["target"]
+    for name, info in manifest.drafts.items():
+        if not is_draft_name(name):
             raise BundleError(
-                f"draft.method is {method!r}, this eagle3 knows {', '.join(DRAFT_ENGINES)}:"
-                " install the eagle3 that wrote the bundle, or export it again"
+                f"drafts has a draft named {name!r}: a name is a lower-case word, and none of"
+                f" {', '.join(BUILT_IN_DRAFTERS)}; export the bundle again"
             )
-        needed += DRAFT_ENGINES[method]
+        if info.method not in DRAFT_ENGINES:
+            raise BundleError(
+                f"drafts.{name}.method is {info.method!r}, this eagle3 knows"
+                f" {', '.join(DRAFT_ENGINES)}: install the eagle3 that wrote the bundle, or export"
+                " it again"
+            )
+        needed += [engine_name(name, role) for role in DRAFT_ENGINES[info.method]]
     missing = [name for name in needed if name not in manifest.engines]
     if missing:
         raise BundleError(
@@ -222,8 +265,9 @@ def _check_references(manifest: Manifest) -> None:
     named["tokenizer.file"] = manifest.tokenizer.file
     if manifest.tokenizer.chat_template is not None:
         named["tokenizer.chat_template"] = manifest.tokenizer.chat_template
-    if manifest.draft is not None:
-        named["draft's map to the target's ids"] = TARGET_IDS_NAME
+    for name, info in manifest.drafts.items():
+        if info.method in HEAD_METHODS:
+            named[f"{name}'s map to the target's ids"] = target_ids_name(name)
     for field, file in named.items():
         if file not in manifest.files:
             raise BundleError(
@@ -232,17 +276,15 @@ def _check_references(manifest: Manifest) -> None:
             )
 
 
-def _check_draft(manifest: Manifest) -> None:
-    """The draft must fit the target that it was exported for."""
-    target, draft = manifest.target, manifest.draft
+def _check_features(manifest: Manifest) -> None:
+    """What the target puts out for the heads."""
+    target = manifest.target
     beyond = [i for i in target.aux_layer_ids if i > target.num_layers]
     if beyond:
         raise BundleError(
             f"target.aux_layer_ids names hidden_states {beyond}, but num_layers is"
             f" {target.num_layers}: export the bundle again"
         )
-    if draft is None:
-        return
     width = len(target.aux_layer_ids) * target.hidden_size
     if target.feature_size != width:
         raise BundleError(
@@ -250,16 +292,33 @@ def _check_draft(manifest: Manifest) -> None:
             f" aux_layer_ids of hidden_size {target.hidden_size} make {width}: export the bundle"
             " again"
         )
-    if "draft_fuse" not in DRAFT_ENGINES[draft.method] and width != draft.hidden_size:
+
+
+def _check_draft(manifest: Manifest, name: str) -> None:
+    """The draft must fit the target that it was exported for, and its tree the engines."""
+    target, draft, where = manifest.target, manifest.drafts[name], f"drafts.{name}"
+    missing = [i for i in draft.aux_layer_ids if i not in target.aux_layer_ids]
+    if missing or bool(draft.aux_layer_ids) != (draft.method in HEAD_METHODS):
         raise BundleError(
-            f"target.feature_size is {width}, but a draft of method {draft.method} reads features"
+            f"{where}.aux_layer_ids is {[*draft.aux_layer_ids]}, but its method is {draft.method}"
+            f" and the target puts out hidden_states {[*target.aux_layer_ids]}: export the bundle"
+            " again"
+        )
+    width = len(draft.aux_layer_ids) * target.hidden_size
+    if draft.method == "eagle" and width != draft.hidden_size:
+        raise BundleError(
+            f"{where} reads {width} features, but a draft of method {draft.method} reads features"
             f" of its hidden_size {draft.hidden_size}: export the bundle again"
         )
     if draft.draft_vocab_size > target.vocab_size:
         raise BundleError(
-            f"draft.draft_vocab_size is {draft.draft_vocab_size}, more than target.vocab_size"
+            f"{where}.draft_vocab_size is {draft.draft_vocab_size}, more than target.vocab_size"
             f" {target.vocab_size}: this draft belongs to another target"
         )
+    try:
+        replace(manifest.plan, tree=draft.tree)
+    except PlanError as error:
+        raise BundleError(f"{where}.tree: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -281,8 +340,8 @@ def _read(hint: Any, value: object, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
-    if hint is Plan:
-        return _read_plan(value)
+    if hint is Plan or hint is TreePlan:
+        return _read_plan(hint, value, where)
     if origin is Annotated:
         return _obey(args[1], _read(args[0], value, where), where)
     if origin in (Union, UnionType):
@@ -310,11 +369,11 @@ def _read_dataclass(cls: Any, data: dict[str, Any], where: str) -> Any:
     return cls(**{name: _read(hint, data[name], f"{dot}{name}") for name, hint in hints.items()})
 
 
-def _read_plan(value: object) -> Plan:
+def _read_plan(cls: type[Plan] | type[TreePlan], value: object, where: str) -> Plan | TreePlan:
     try:
-        return Plan.from_json(value)
+        return cls.from_json(value)
     except PlanError as error:
-        raise BundleError(f"plan: {error}") from error
+        raise BundleError(f"{where}: {error}") from error
 
 
 def _read_union(options: tuple[Any, ...], value: object, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""`eagle3 verify`: does a bundle's drafter leave the target's text alone? (method section 4)
+"""`eagle3 verify`: do a bundle's drafters leave the target's text alone? (method section 4)
 
 Greedy and `coupled` decoding must give plain decoding's tokens, one for one, with every drafter
 and tree; `rejection` must follow the target's distribution (`rejection_check`). Where a wide call
@@ -142,7 +142,7 @@ def verify(
     of each chi-square context. report: told of every prompt done. Raises RequestError for a prompt
     that the engine refuses, PlanError for a tree.
     """
-    main = engine.plan.override(tree=tree)
+    engine.plan.override(tree=tree)  # what it refuses is said before the long work
     if not prompts:
         raise RequestError("there are no prompts to verify on: give at least one")
     chat = engine.chat_template is not None
@@ -154,7 +154,7 @@ def verify(
         _check_equality(engine, drafter, each, plain, every, noise, report)
         for drafter in drafters
         for plain in plains
-        for each, every in _trees(engine, main, WIDE)
+        for each, every in _trees(engine, drafter, tree, WIDE)
     ]
     room = engine.plan.max_seq_len - engine.plan.max_draft_tokens - 1
     contexts = [ids for ids in encoded if len(ids) <= room]
@@ -164,7 +164,7 @@ def verify(
         for check in check_rejection(
             engine,
             drafter,
-            [each for each, _ in _trees(engine, main, WIDE, CHAIN)],
+            [each for each, _ in _trees(engine, drafter, tree, WIDE, CHAIN)],
             contexts[:_NUM_CONTEXTS],
             num_walks,
             report,
@@ -196,13 +196,18 @@ def measure_noise(engine: Engine, text: Sequence[int]) -> float:
     return worst
 
 
-def _trees(engine: Engine, main: TreePlan, *others: TreePlan) -> list[tuple[TreePlan, int]]:
-    """`main` for every prompt, and others for some, cut to what the bundle can verify.
+def _trees(
+    engine: Engine, drafter: str, asked: TreeRequest | None, *more: TreePlan
+) -> list[tuple[TreePlan, int]]:
+    """The tree asked for, or the drafter's own, for every prompt, and others for some, cut to what
+    the bundle can verify.
 
     (tree, n): it runs on every n-th prompt. None twice.
     """
+    own = engine.default_tree(drafter)
+    main = own if asked is None else replace(engine.plan, tree=own).override(tree=asked)
     limit = engine.plan.max_draft_tokens
-    cut = [replace(each, num_draft_tokens=min(each.num_draft_tokens, limit)) for each in others]
+    cut = [replace(each, num_draft_tokens=min(each.num_draft_tokens, limit)) for each in more]
     return [(main, 1), *((each, _OTHER_TREES_EVERY) for each in cut if each != main)]
 
 

@@ -19,6 +19,7 @@ class Positions:
     """Counts what the target ran: the root of a round stands at position `seen`."""
 
     name = "test"
+    proposes = True
 
     def __init__(self) -> None:
         self.seen = self.proposals = 0

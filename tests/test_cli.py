@@ -20,7 +20,8 @@ from click.testing import CliRunner, Result
 
 import eagle3
 from eagle3 import cli
-from eagle3.export import build
+from eagle3.export import add, build
+from eagle3.export.drafts import DraftSource
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
 from eagle3.runtime import bundle as bundle_module
@@ -30,7 +31,7 @@ from eagle3.runtime import verify as checks
 from eagle3.runtime.accept import Accepted
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.conversation import Conversation, converse
-from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.drafters import DRAFTERS, DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import EngineError, EngineMissing, RequestError
 from eagle3.runtime.stats import Stats
@@ -620,7 +621,7 @@ def test_export_options_become_a_request(
     assert str(bundle.root) in result.stdout and "warning: it is near zero" in result.stdout
     assert "first draft token accepted" in result.stdout
     request = requests[0]
-    assert request.target == str(target) and request.draft == "org/head"
+    assert request.target == str(target) and request.drafts == (DraftSource("org/head"),)
     assert request.plan == Plan(
         512, 32, 16, TreePlan(4, 3, 8), "bfloat16", "int8", "portable", "ort-cuda"
     )
@@ -643,8 +644,77 @@ def test_export_defaults_are_the_plans(bundle: Bundle, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(build, "export_bundle", fake)
     assert call("export", "--target", "org/t", "--draft", "none", "-o", "out").exit_code == 0
-    assert requests[0].plan == Plan() and requests[0].draft is None
+    assert requests[0].plan == Plan() and requests[0].drafts == ()
     assert requests[0].command == "eagle3 export --target org/t --draft none --output out"
+
+
+def test_several_drafts_keep_their_order_and_names(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    requests: list[build.ExportRequest] = []
+
+    def fake(request: build.ExportRequest, report: Any) -> Any:
+        requests.append(request)
+        return bundle, type("Check", (), {"warnings": []})
+
+    monkeypatch.setattr(build, "export_bundle", fake)
+    drafts = ("--draft", tmp_path / "head", "--draft", f"mine={tmp_path / 'lm.gguf'}")
+    result = call("export", "--target", "org/t", *drafts, "-o", "out")
+    assert result.exit_code == 0, result.output
+    assert requests[0].drafts == (
+        DraftSource(str(tmp_path / "head")),
+        DraftSource(str(tmp_path / "lm.gguf"), "mine"),
+    )
+    assert requests[0].command.endswith("--draft head --draft mine=lm.gguf --output out")
+
+
+def test_a_draft_is_added(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requests: list[add.AddRequest] = []
+
+    def fake(request: add.AddRequest, report: Any) -> Any:
+        requests.append(request)
+        return bundle, type("Check", (), {"warnings": []})
+
+    monkeypatch.setattr(add, "add_draft", fake)
+    words = ("export", "--target", "org/t", "--add-draft", f"mine={tmp_path / 'lm'}", "-o", "out")
+    result = call(*words, "--draft-weights", "int8", "--draft-top-k", "2")
+    assert result.exit_code == 0, result.output
+    assert str(bundle.root) in result.stdout
+    command = "eagle3 export --target org/t --add-draft mine=lm --output out"
+    assert requests == [
+        add.AddRequest(
+            target="org/t",
+            draft=DraftSource(str(tmp_path / "lm"), "mine"),
+            output=Path("out"),
+            tree=TreePlan(2, 3, 3),
+            draft_weights="int8",
+            command=f"{command} --draft-weights int8 --draft-top-k 2",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give --draft"),
+        (["--draft", "a", "--add-draft", "b"], "give --draft"),
+        (["--draft", "a", "--draft", "none"], "--draft none stands alone"),
+        (["--add-draft", "a", "--dtype", "float16"], "--dtype is the bundle's own"),
+        (["--add-draft", "a", "--max-seq-len", "2048"], "--max-seq-len is the bundle's own"),
+    ],
+)
+def test_drafts_that_are_wrong_usage(words: list[str], says: str) -> None:
+    failed(call("export", "--target", "x", "-o", "y", *words), 2, says)
+
+
+def test_a_name_that_no_draft_can_have() -> None:
+    words = ("export", "--target", "x", "-o", "y", "--draft", "none=a")
+    failed(call(*words), 1, "error: a drafter cannot be called 'none'")
+
+
+def test_help_names_the_drafters() -> None:
+    text = " ".join(call("run", "--help").stdout.split())
+    assert all(name in text for name in DRAFTERS)
 
 
 def test_export_without_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eagle3.export.build import ExportRequest, export_bundle
+from eagle3.export.drafts import DraftSource
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
 from eagle3.runtime.text import _BYTE_ALPHABET
@@ -229,13 +230,18 @@ def tiny_plan(**overrides: Any) -> Plan:
 
 
 def export_tiny(
-    target: Path, head: Path | None, output: Path, plan: Plan | None = None, **request: Any
+    target: Path,
+    draft: Path | Sequence[str] | None,
+    output: Path,
+    plan: Plan | None = None,
+    **request: Any,
 ) -> Bundle:
-    """Runs the whole export, self-check included."""
+    """Runs the whole export, self-check included. draft: one, or several as `--draft` has them."""
+    sources = [] if draft is None else [str(draft)] if isinstance(draft, Path) else draft
     bundle, _ = export_bundle(
         ExportRequest(
             target=str(target),
-            draft=None if head is None else str(head),
+            drafts=tuple(map(DraftSource.parse, sources)),
             output=output,
             plan=plan or tiny_plan(),
             **request,

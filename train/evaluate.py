@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from eagle3.export.build import ExportRequest, export_bundle
+from eagle3.export.drafts import DraftSource
 from eagle3.export.head_graph import build_head, embedding_table
 from eagle3.export.heads import TargetFacts, read_head
 from eagle3.export.heads.files import head_folder
@@ -84,10 +85,11 @@ def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
     this very head, target and plan.
     """
     plan = plan_for(request.max_seq_len, draft_weights=request.draft_weights)
+    draft = (DraftSource(str(request.draft)),)
     if request.bundle is None:
         with tempfile.TemporaryDirectory(prefix="eagle3-eval-") as scratch:
             output = Path(scratch) / "bundle"
-            export_bundle(ExportRequest(request.target, str(request.draft), output, plan), report)
+            export_bundle(ExportRequest(request.target, draft, output, plan), report)
             yield output
         return
     output, identity = request.bundle, _identity(request)
@@ -99,7 +101,7 @@ def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
         )
     if not ours or note.read_text(encoding="utf-8") != identity or not output.is_dir():
         note.unlink(missing_ok=True)
-        order = ExportRequest(request.target, str(request.draft), output, plan, force=ours)
+        order = ExportRequest(request.target, draft, output, plan, force=ours)
         export_bundle(order, report)
         note.write_text(identity, encoding="utf-8")
     yield output

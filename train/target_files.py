@@ -111,7 +111,7 @@ def export_target(source: str, folder: Path, max_len: int, report: Report) -> No
     export_bundle(
         ExportRequest(
             target=source,
-            draft=None,
+            drafts=(),
             output=folder,
             plan=plan_for(max_len),
             force=True,

@@ -1,7 +1,8 @@
-"""One file per way to propose; the names here are the choices of `--drafter`.
+"""One file per way to propose, and the registry of them.
 
-A drafter is built for a loaded bundle by its entry in `DRAFTERS`; `available` says which of them
-a bundle can serve.
+A bundle's drafters are the drafts of its manifest, by their names there, and those that need no
+engine. Each draft is built by its method's entry in `DRAFTERS`; the names of the others are keys
+of it themselves.
 """
 
 from __future__ import annotations
@@ -11,48 +12,55 @@ from collections.abc import Callable
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.drafters.base import Drafter, DraftRequest, NoDrafter
 from eagle3.runtime.drafters.lookup import LookupDrafter
+from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, engine_name
 from eagle3.runtime.session import Clock
 
 __all__ = ["DRAFTERS", "DraftRequest", "Drafter", "NoDrafter", "available", "build"]
 
 
-def _none(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+def _none(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
     return NoDrafter()
 
 
-def _lookup(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+def _lookup(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
     return LookupDrafter()
 
 
-def _eagle(bundle: Bundle, threads: int, clock: Clock) -> Drafter:
+def _eagle(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
     from eagle3.runtime.draft import DraftEngine
     from eagle3.runtime.drafters.eagle import EagleDrafter
     from eagle3.runtime.growth import ENGINE, GrowthEngine
 
-    manifest = bundle.manifest
-    info = manifest.draft
-    assert info is not None
-    target_ids = bundle.target_ids()
-    engine = DraftEngine(bundle, threads, clock)
-    has_growth = ENGINE in manifest.engines
-    growth = GrowthEngine(bundle, engine, threads, clock) if has_growth else None
-    return EagleDrafter(info.method, engine, target_ids, manifest.target.vocab_size, growth)
+    engine, ids = DraftEngine(bundle, threads, clock, name), bundle.target_ids(name)
+    has_growth = engine_name(name, ENGINE) in bundle.manifest.engines
+    growth = GrowthEngine(bundle, name, engine, threads, clock) if has_growth else None
+    return EagleDrafter(name, engine, ids, bundle.manifest.target.vocab_size, growth)
 
 
-DRAFTERS: dict[str, Callable[[Bundle, int, Clock], Drafter]] = {
+def _model(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
+    from eagle3.runtime.draft_model import ModelEngine
+    from eagle3.runtime.drafters.model import ModelDrafter
+
+    engine = ModelEngine(bundle, name, threads, clock)
+    return ModelDrafter(name, engine, bundle.manifest.target.vocab_size)
+
+
+# Those of BUILT_IN_DRAFTERS first, then the methods of a bundle's drafts.
+DRAFTERS: dict[str, Callable[[Bundle, str, int, Clock], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
     "eagle": _eagle,
     "eagle3": _eagle,
+    "model": _model,
 }
 
 
 def available(bundle: Bundle) -> list[str]:
-    """The drafters of a bundle, by its manifest; the one it uses by default first."""
-    draft = bundle.manifest.draft
-    return [draft.method, "none", "lookup"] if draft is not None else ["none", "lookup"]
+    """The drafters of a bundle; the one it uses by default first."""
+    return [*bundle.manifest.drafts, *BUILT_IN_DRAFTERS]
 
 
 def build(name: str, bundle: Bundle, threads: int, clock: Clock) -> Drafter:
-    """Loads what drafter `name` needs of the bundle."""
-    return DRAFTERS[name](bundle, threads, clock)
+    """Loads what drafter `name`, one of `available`, needs of the bundle."""
+    info = bundle.manifest.drafts.get(name)
+    return DRAFTERS[name if info is None else info.method](bundle, name, threads, clock)

@@ -33,9 +33,13 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Proposes trees for one sequence at a time."""
+    """Proposes trees for one sequence at a time.
+
+    proposes: False for one that never does, so that its rounds are plain decoding.
+    """
 
     name: str
+    proposes: bool
 
     def reset(self) -> None:
         """Forgets the sequence."""
@@ -57,6 +61,7 @@ class NoDrafter:
     """Plain autoregressive decoding: the tree is its root."""
 
     name = "none"
+    proposes = False
 
     def reset(self) -> None:
         """Nothing to forget."""

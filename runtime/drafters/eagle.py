@@ -25,9 +25,11 @@ class EagleDrafter:
     waits until its token is known: rows are pending until the next `propose`, or until they would
     overflow the engine's buffers.
 
-    name: the method's, one of `DRAFTERS`. target_ids [Vd] int64: the target's id of every draft id.
+    name: the drafter's, in its bundle. target_ids [Vd] int64: the target's id of every draft id.
     vocab_size: V, the target's. growth: over `engine`'s cache, grows in one call the trees it can.
     """
+
+    proposes = True
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class EagleDrafter:
         if self._pending + count > self._engine.max_rows:
             self._extend(top_k=1, want_logits=False)
         end = self._pending + count
-        self._engine.feature_slots(end)[self._pending :] = features
+        self._engine.feature_slots(end)[self._pending :] = features[:, self._engine.columns]
         self._next_ids[self._pending : end - 1] = tokens[1:]
         self._pending = end
 

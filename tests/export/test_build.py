@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 import eagle3
 from eagle3.export.attention import KeyWindow
-from eagle3.export.build import ExportRequest, _publish, export_bundle
+from eagle3.export.build import ExportRequest, export_bundle
 from eagle3.export.check import INT8_TOLERANCE, SelfCheck, _tokens, check_bundle
+from eagle3.export.drafts import DraftSource, HeadDraft
 from eagle3.export.head_graph import build_head
 from eagle3.export.heads import TargetFacts, read_head
+from eagle3.export.publish import publish
 from eagle3.export.target import DTYPES, load_target
 from eagle3.export.weights import block_int8, int8_block
 from eagle3.runtime.bundle import Bundle
@@ -37,7 +39,7 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def request_of(target: Path, output: Path, **options: Any) -> ExportRequest:
-    fields: dict[str, Any] = {"draft": None, "plan": tiny.tiny_plan(), **options}
+    fields: dict[str, Any] = {"drafts": (), "plan": tiny.tiny_plan(), **options}
     return ExportRequest(target=str(target), output=output, **fields)
 
 
@@ -124,7 +126,7 @@ def test_a_failed_rename_leaves_the_old_bundle(
     before = snapshot(finished[1].parent)
     failing_renames(monkeypatch, error, *fails)
     with pytest.raises(raised):
-        _publish(*finished)
+        publish(*finished)
     assert snapshot(finished[1].parent) == before
     assert sorted(p.name for p in finished[1].parent.iterdir()) == ["new", "out"]
 
@@ -134,7 +136,7 @@ def test_an_old_bundle_that_cannot_be_moved_back_is_kept(
 ) -> None:
     failing_renames(monkeypatch, OSError("full"), False, True, True)
     with pytest.raises(ExportError, match=r"the old bundle is now (.*)") as caught:
-        _publish(*finished)
+        publish(*finished)
     kept = Path(str(caught.value).split("is now ")[1])
     assert (kept / "manifest.json").read_text() == "out"
 
@@ -245,7 +247,9 @@ def test_a_draft_that_is_none_is_said_first(
 ) -> None:
     (tmp_path / "empty").mkdir()
     for name, says in (("nowhere", "no such folder"), ("empty", "config.json is missing")):
-        request = request_of(shallow_folder, tmp_path / "out", draft=str(tmp_path / name))
+        request = request_of(
+            shallow_folder, tmp_path / "out", drafts=(DraftSource(str(tmp_path / name)),)
+        )
         assert says in refuses_to_start(request, monkeypatch)
 
 
@@ -288,12 +292,13 @@ def test_the_drafts_file_does_not_hold_the_embedding(
     llama: Any, head_folder: Path, full_bundle: Bundle
 ) -> None:
     embedding = llama.get_input_embeddings().weight
-    table = initializers(full_bundle, "draft")["embed.weight"]
+    table = initializers(full_bundle, "eagle3.draft")["embed.weight"]
     assert table.location == "target.onnx.data"
     assert np.array_equal(table.numpy(), embedding.numpy())
     head = (head_folder / "model.safetensors").stat().st_size
     own = sum(
-        full_bundle.path(f"{name}.onnx.data").stat().st_size for name in ("draft", "draft_fuse")
+        full_bundle.path(f"eagle3.{name}.onnx.data").stat().st_size
+        for name in ("draft", "draft_fuse")
     )
     assert own < head
 
@@ -348,11 +353,12 @@ def check(llama_folder: Path, head_folder: Path) -> Check:
     """check(bundle): the self-check of an export of `llama` with its head, and what it said."""
     target = load_target(str(llama_folder), "float32")
     head = read_head(head_folder, TargetFacts(tiny.HIDDEN, 64, 8))
-    module = build_head(head, DTYPES["float32"])
+    table = target.model.get_input_embeddings().weight.detach()
+    draft = HeadDraft(head, build_head(head, DTYPES["float32"]), table)
 
     def run(bundle: Bundle) -> tuple[SelfCheck, list[str]]:
         said: list[str] = []
-        return check_bundle(bundle, target, head, module, said.append), said
+        return check_bundle(bundle, target, {"eagle3": draft}, said.append), said
 
     return run
 
@@ -372,10 +378,15 @@ def test_it_reports_errors_and_near_zero_acceptance(check: Check, bundle: Bundle
         "prefill_logits",
         "tree_logits",
     }
-    assert set(result.draft["relative_errors"]) == {"step_0", "step_1", "step_2", "step_3"}
-    assert result.draft["first_position_acceptance"] < 0.1
+    assert set(result.drafts["eagle3"]["relative_errors"]) == {
+        "step_0",
+        "step_1",
+        "step_2",
+        "step_3",
+    }
+    assert result.drafts["eagle3"]["first_position_acceptance"] < 0.1
     assert bundle.manifest.draft is not None
-    assert dict(bundle.manifest.draft.checks) == json.loads(json.dumps(result.draft))
+    assert dict(bundle.manifest.draft.checks) == json.loads(json.dumps(result.drafts["eagle3"]))
     warnings = [line for line in said if line.startswith("warning: ")]
     assert warnings == [f"warning: {w}" for w in result.warnings]
     assert "--aux-layers" in warnings[0] and "vocabulary mapping" in warnings[0]
@@ -386,8 +397,8 @@ def test_it_reports_errors_and_near_zero_acceptance(check: Check, bundle: Bundle
     [
         ("target", "layers.7.mlp.down_proj", "the exported target .* logits"),
         ("target", "norm", "the exported target"),
-        ("draft", "midlayer.self_attn.o_proj", "the exported draft .* step_1"),
-        ("draft_fuse", "fc", "the exported draft .* step_0"),
+        ("eagle3.draft", "midlayer.self_attn.o_proj", "the exported eagle3 .* step_1"),
+        ("eagle3.draft_fuse", "fc", "the exported eagle3 .* step_0"),
     ],
 )
 def test_one_altered_weight_fails_it(
@@ -448,7 +459,9 @@ def test_an_int8_head_costs_acceptance_at_most(
     checks = bundle.manifest.draft.checks
     assert checks["tolerance"] == INT8_TOLERANCE
     assert 0 < max(checks["relative_errors"].values()) < INT8_TOLERANCE
-    stored = {n: t.dtype for n, t in initializers(bundle, "draft").items() if t.nbytes >= 256}
+    stored = {
+        n: t.dtype for n, t in initializers(bundle, "eagle3.draft").items() if t.nbytes >= 256
+    }
     assert ir.DataType.INT8 in stored.values()
     floats = [n for n, dtype in stored.items() if dtype == ir.DataType.FLOAT and "scale" not in n]
     assert floats == ["embed.weight"], "the target's embedding is shared as it is"

@@ -110,7 +110,7 @@ def test_bfloat16_is_exported_unchecked_and_says_so(exported: Any, tmp_path: Pat
     said: list[str] = []
     request = ExportRequest(
         target=str(exported("qwen2", "ort").folder),
-        draft=None,
+        drafts=(),
         output=tmp_path / "out",
         plan=tiny.tiny_plan(dtype="bfloat16", backend="ort-cuda"),
         force=True,

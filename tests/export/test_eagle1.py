@@ -51,7 +51,7 @@ class Case:
     head: Path
     bundle: Bundle
 
-    def initializers(self, engine: str = "draft") -> dict[str, Any]:
+    def initializers(self, engine: str = "eagle.draft") -> dict[str, Any]:
         model = ir.load(self.bundle.path(self.bundle.manifest.engines[engine].file))
         return {name: v.const_value for name, v in model.graph.initializers.items()}
 
@@ -124,13 +124,13 @@ def test_the_layer_follows_its_config(tmp_path: Path, config: dict[str, Any]) ->
 def test_the_bundle_says_what_it_holds(case: Case) -> None:
     manifest = case.bundle.manifest
     assert manifest.draft is not None
-    assert set(manifest.engines) == {"target", "draft"}
+    assert set(manifest.engines) == {"target", "eagle.draft"}
     assert (manifest.draft.method, manifest.draft.draft_vocab_size) == ("eagle", 64)
     assert manifest.target.aux_layer_ids == (NUM_LAYERS,)
-    assert np.array_equal(case.bundle.target_ids(), np.arange(64))
+    assert np.array_equal(case.bundle.target_ids("eagle"), np.arange(64))
     assert set(manifest.draft.checks["relative_errors"]) == {f"step_{i}" for i in range(4)}
     text = "\n".join(description_lines(case.bundle))
-    assert "EAGLE-1/2 head (eagle1-official), draft vocabulary 64" in text
+    assert "EAGLE-1/2 head (eagle1-official) from head, 1 layer, draft vocabulary 64" in text
     assert "fc bias = True (from: dialect default)" in text
     assert "first draft token accepted" in text
 

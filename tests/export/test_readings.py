@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle3.export.build import ExportRequest, export_bundle
 from eagle3.export.check import SelfCheck
+from eagle3.export.drafts import DraftSource
 from eagle3.export.head_graph import build_head
 from eagle3.export.heads import Head, TargetFacts, read_head
 from eagle3.export.readings import (
@@ -121,7 +122,7 @@ def test_an_export_of_shifted_layers_says_so_with_both_numbers(
 ) -> None:
     request = ExportRequest(
         target=str(calm_folder),
-        draft=str(fitted_folder),
+        drafts=(DraftSource(str(fitted_folder)),),
         output=tmp_path / "out",
         plan=tiny.tiny_plan(),
         aux_layer_ids=(1, 3, 4),
@@ -175,8 +176,8 @@ def test_a_gain_within_the_noise_is_not_clear() -> None:
 
 def test_a_better_reading_is_a_warning() -> None:
     check = SelfCheck(
-        draft={"first_position_acceptance": 0.4},
-        readings=(Reading("as resolved", 0.4, 0.3), Reading("x", 0.5, 0.4, clearly_better=True)),
+        drafts={"eagle3": {"first_position_acceptance": 0.4}},
+        readings={"eagle3": (Reading("as resolved", 0.4, 0.3), Reading("x", 0.5, 0.4, True))},
     )
     assert len(check.warnings) == 1
     assert (

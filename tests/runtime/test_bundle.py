@@ -38,9 +38,9 @@ def npy(ids: Any) -> bytes:
 
 CONTENTS = {
     "target.onnx": b"graph",
-    "draft.onnx": b"graph",
-    "draft_fuse.onnx": b"graph",
-    "target_ids.npy": npy(np.arange(0, 64, 2)),
+    "eagle3.draft.onnx": b"graph",
+    "eagle3.draft_fuse.onnx": b"graph",
+    "eagle3.target_ids.npy": npy(np.arange(0, 64, 2)),
     "weights/target.bin": b"\x00\x01" * 50,
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"",
@@ -55,19 +55,27 @@ def make_manifest(files: dict[str, FileInfo]) -> Manifest:
         command="eagle3 export --target x",
         plan=Plan(tree=TreePlan(4, 3, 8)),
         target=TargetInfo("LlamaForCausalLM", 64, 16, 8, 2, 8, 512, (2, 4, 5), 48, "random"),
-        draft=DraftInfo(
-            dialect="official",
-            method="eagle3",
-            hidden_size=16,
-            num_kv_heads=2,
-            head_dim=8,
-            draft_vocab_size=32,
-            conventions={"norm_before_residual": Convention(False, "dialect default")},
-            checks={"first_acceptance": 0.5},
-        ),
+        drafts={
+            "eagle3": DraftInfo(
+                method="eagle3",
+                dialect="official",
+                source="head",
+                hidden_size=16,
+                num_layers=1,
+                num_kv_heads=2,
+                head_dim=8,
+                draft_vocab_size=32,
+                aux_layer_ids=(2, 4, 5),
+                weights="int8",
+                tree=TreePlan(2, 2, 3),
+                conventions={"norm_before_residual": Convention(False, "dialect default")},
+                checks={"first_acceptance": 0.5},
+                command="eagle3 export --draft head",
+            )
+        },
         engines={
             name: EngineInfo(f"{name}.onnx", (ids,), (logits,))
-            for name in ("target", "draft_fuse", "draft")
+            for name in ("target", "eagle3.draft_fuse", "eagle3.draft")
         },
         files=files,
         tokenizer=TokenizerInfo(
@@ -124,7 +132,7 @@ def test_a_bundle_opens_as_it_was_written(folder: Path) -> None:
 
 def test_a_bundle_without_draft_or_template(folder: Path) -> None:
     manifest = Bundle.open(folder).manifest
-    plain = replace(manifest, draft=None, tokenizer=replace(manifest.tokenizer, chat_template=None))
+    plain = replace(manifest, drafts={}, tokenizer=replace(manifest.tokenizer, chat_template=None))
     write_manifest(folder, plain)
     assert Bundle.open(folder).manifest == plain
 
@@ -178,9 +186,10 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         (b"[]", r"manifest is \[\], not a JSON object"),
         (b"{}", "format is None, not 'eagle3-bundle'"),
         (b'{"format": "other"}', "format is 'other', not 'eagle3-bundle'"),
-        (b'{"format": "eagle3-bundle"}', "schema_version None, this eagle3 reads 1"),
+        (b'{"format": "eagle3-bundle"}', "schema_version None, this eagle3 reads 2"),
         (b'{"format": "eagle3-bundle", "schema_version": true}', "schema_version True"),
-        (b'{"format": "eagle3-bundle", "schema_version": 2, "x": 0}', "version 2, .* reads 1: ins"),
+        (b'{"format": "eagle3-bundle", "schema_version": 1, "x": 0}', "version 1, .* reads 2: ins"),
+        (b'{"format": "eagle3-bundle", "schema_version": 3, "x": 0}', "version 3, .* reads 2: ins"),
     ],
 )
 def test_a_manifest_that_is_none(folder: Path, text: bytes, message: str) -> None:
@@ -215,15 +224,22 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         ("target/feature_size", 47, "feature_size is 47, but 3 aux_layer_ids of .* 16 make 48"),
         ("target/hidden_size", 1, "feature_size is 48, but 3 aux_layer_ids of .* 1 make 3"),
         ("target/aux_layer_ids", [2, 4], "feature_size is 48, but 2 aux_layer_ids of .* make 32"),
-        ("draft/method", "medusa", "draft.method is 'medusa', this eagle3 knows eagle3"),
-        ("draft/method", "none", "draft.method is 'none'"),
-        ("draft/method", "eagle", "feature_size is 48, but a draft of method eagle reads .* 16"),
+        ("drafts/eagle3/method", "medusa", "eagle3.method is 'medusa', this eagle3 knows eagle3"),
+        ("drafts/eagle3/method", "none", "drafts.eagle3.method is 'none'"),
+        ("drafts/eagle3/method", "eagle", "reads 48 features, but a draft of method eagle .* 16"),
+        ("drafts/eagle3/method", "model", r"aux_layer_ids is \[2, 4, 5\], but its method is model"),
+        ("drafts/eagle3/aux_layer_ids", [2, 3], r"is \[2, 3\], but .* puts out .*\[2, 4, 5\]"),
+        ("drafts/eagle3/aux_layer_ids", [], r"aux_layer_ids is \[\], but its method is eagle3"),
+        ("drafts/eagle3/weights", "int3", "weights is 'int3', not one of same, int8"),
+        ("drafts/eagle3/tree", {}, r"drafts.eagle3.tree: tree lacks the fields"),
+        ("drafts/eagle3/tree/num_draft_tokens", 99, "eagle3.tree: .* max_draft_tokens is 64"),
+        ("drafts/none", None, "drafts.none is None, not a JSON object"),
         ("generation/eos_token_ids", [2, 64], r"generation.eos_token_ids has \[64\], .* 64"),
         ("tokenizer/eos_token_ids", [99], r"tokenizer.eos_token_ids has \[99\], .* is 64"),
-        ("draft", [], r"draft is \[\], not a JSON object"),
-        ("draft/draft_vocab_size", 65, "draft_vocab_size is 65, more than target.vocab_size 64"),
-        ("draft/conventions/x", 3, "draft.conventions.x is 3, not a JSON object"),
-        ("draft/conventions/x", {"value": 3}, "draft.conventions.x.source is missing"),
+        ("drafts", [], r"drafts is \[\], not a JSON object"),
+        ("drafts/eagle3/draft_vocab_size", 65, "is 65, more than target.vocab_size 64"),
+        ("drafts/eagle3/conventions/x", 3, "eagle3.conventions.x is 3, not a JSON object"),
+        ("drafts/eagle3/conventions/x", {"value": 3}, "eagle3.conventions.x.source is missing"),
         ("engines", [], r"engines is \[\], not a JSON object"),
         ("engines/target/inputs/0/dtype", "f32", r"engines.target.inputs\[0\].dtype is 'f32'"),
         ("engines/target/inputs/0/shape", ["B", None], r"inputs\[0\].shape\[1\] is None, not"),
@@ -251,12 +267,14 @@ def test_a_wrong_field_is_named(folder: Path, field: str, value: Any, message: s
 
 def all_fields(data: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Paths of the fields that are a dataclass's, not the keys of a free dict."""
-    free = ("conventions", "checks", "created_by", "engines", "files", "special_tokens")
+    free = ("conventions", "checks", "created_by", "drafts", "engines", "files", "special_tokens")
     paths = []
     for key, value in data.items():
         paths.append((*above, key))
         if isinstance(value, dict) and key not in (*free, "self_check"):
             paths += all_fields(value, (*above, key))
+        if key == "drafts":
+            paths += all_fields(value["eagle3"], (*above, key, "eagle3"))
     return paths
 
 
@@ -306,10 +324,10 @@ def test_an_altered_file_of_the_same_size_is_found_by_hash(
 
 
 def test_target_ids(folder: Path) -> None:
-    ids = Bundle.open(folder).target_ids()
+    ids = Bundle.open(folder).target_ids("eagle3")
     assert ids.dtype == np.int64 and np.array_equal(ids, np.arange(0, 64, 2))
-    rewrite(folder, "target_ids.npy", npy(np.arange(63, 31, -1)))
-    assert np.array_equal(Bundle.open(folder).target_ids(), np.arange(63, 31, -1))
+    rewrite(folder, "eagle3.target_ids.npy", npy(np.arange(63, 31, -1)))
+    assert np.array_equal(Bundle.open(folder).target_ids("eagle3"), np.arange(63, 31, -1))
 
 
 HUGE = npy(np.arange(32)).replace(b"(32,), }" + b" " * 13, b"(1000000000000,), }  ")
@@ -335,7 +353,7 @@ HUGE = npy(np.arange(32)).replace(b"(32,), }" + b" " * 13, b"(1000000000000,), }
 )
 def test_target_ids_that_are_none(folder: Path, content: bytes, message: str) -> None:
     assert b"1000000000000" in HUGE
-    rewrite(folder, "target_ids.npy", content)
+    rewrite(folder, "eagle3.target_ids.npy", content)
     with pytest.raises(BundleError, match=f"target_ids.npy {message}"):
         Bundle.open(folder)
 
@@ -350,14 +368,16 @@ def test_a_template_that_is_not_utf8(folder: Path) -> None:
 def test_weights_beside_an_engine_are_listed(folder: Path) -> None:
     (folder / "notes.data").touch()
     Bundle.open(folder)
-    (folder / "draft.onnx.data").write_bytes(b"weights")
-    with pytest.raises(BundleError, match="draft.onnx.data is foreign: `files` does not list it"):
+    (folder / "eagle3.draft.onnx.data").write_bytes(b"weights")
+    with pytest.raises(
+        BundleError, match="eagle3.draft.onnx.data is foreign: `files` does not list it"
+    ):
         Bundle.open(folder)
-    rewrite(folder, "draft.onnx.data", b"weights")
+    rewrite(folder, "eagle3.draft.onnx.data", b"weights")
     Bundle.open(folder)
 
 
-@pytest.mark.parametrize("name", ["target", "draft", "draft_fuse"])
+@pytest.mark.parametrize("name", ["target", "eagle3.draft", "eagle3.draft_fuse"])
 def test_an_engine_that_is_needed(folder: Path, name: str) -> None:
     edit(folder, lambda data: data["engines"].pop(name))
     with pytest.raises(BundleError, match=rf"engines has .* and lacks \['{name}'\]"):
@@ -365,10 +385,10 @@ def test_an_engine_that_is_needed(folder: Path, name: str) -> None:
 
 
 def test_a_draft_needs_its_ids(folder: Path) -> None:
-    edit(folder, lambda data: data["files"].pop("target_ids.npy"))
-    with pytest.raises(BundleError, match="'target_ids.npy', which `files` does not list"):
+    edit(folder, lambda data: data["files"].pop("eagle3.target_ids.npy"))
+    with pytest.raises(BundleError, match="'eagle3.target_ids.npy', which `files` does not list"):
         Bundle.open(folder)
-    edit(folder, set_field("draft", None))
+    edit(folder, set_field("drafts", {}))
     Bundle.open(folder)
 
 

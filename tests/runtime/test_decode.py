@@ -115,7 +115,7 @@ def test_a_round_is_one_target_call_and_one_draft_call_a_level(fresh: eagle3.Eng
         prefills, rounds = 2, result.stats.rounds  # 20 tokens in chunks of 16
         assert calls["target"] == prefills + rounds
         cut = depth * (rounds - depth)  # the last rounds have fewer tokens to go
-        assert cut <= calls["draft"] <= depth * rounds
+        assert cut <= calls["eagle3.draft"] <= depth * rounds
     calls.clear()
     assert plain(fresh, max_new_tokens=50).stats.rounds == 49
     assert calls == {"target": 2 + 49}

@@ -38,7 +38,7 @@ def test_caches_are_those_the_engine_allocates(bundle: Bundle, engine: eagle3.En
     caches = cache_bytes(bundle)
     assert caches["target"] == engine.target._cache.block.nbytes
     drafter: Any = engine._drafters["eagle3"]
-    assert caches["draft"] == drafter._engine._cache.block.nbytes
+    assert caches["eagle3.draft"] == drafter._engine._cache.block.nbytes
 
 
 def test_the_words_name_what_matters(bundle: Bundle) -> None:
@@ -59,13 +59,13 @@ def test_the_words_name_what_matters(bundle: Bundle) -> None:
 
 
 def test_a_bundle_without_draft_says_so(bundle: Bundle) -> None:
-    plain = replace(bundle, manifest=replace(bundle.manifest, draft=None))
+    plain = replace(bundle, manifest=replace(bundle.manifest, drafts={}))
     assert any("none: plain decoding, or" in line for line in description_lines(plain))
     assert set(cache_bytes(plain)) == {"target"}
 
 
 def test_a_skipped_check_says_so(bundle: Bundle) -> None:
-    manifest = replace(bundle.manifest, self_check={"skipped": "no kernel"}, draft=None)
+    manifest = replace(bundle.manifest, self_check={"skipped": "no kernel"}, drafts={})
     text = "\n".join(export_lines(replace(bundle, manifest=manifest)))
     assert "target was not compared with PyTorch: no kernel" in text
 
@@ -73,7 +73,7 @@ def test_a_skipped_check_says_so(bundle: Bundle) -> None:
 def test_json_is_json(bundle: Bundle) -> None:
     data = json.loads(json.dumps(describe(bundle)))
     assert data["size_bytes"] == size_bytes(bundle)
-    assert data["draft"]["conventions"]["norm_before_residual"]["source"]
+    assert data["drafts"]["eagle3"]["conventions"]["norm_before_residual"]["source"]
 
 
 def test_a_chain_is_called_one() -> None:

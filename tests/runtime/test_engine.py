@@ -145,9 +145,9 @@ def broken_head(
 ) -> Iterator[eagle3.Engine]:
     """`bundle` with a head whose every matrix is NaN, or infinite; export would refuse it."""
     folder = tmp_path_factory.mktemp("broken") / request.param
-    count = bundle.path("draft.onnx.data").stat().st_size // 4
+    count = bundle.path("eagle3.draft.onnx.data").stat().st_size // 4
     weights = np.full(count, float(request.param), np.float32).tobytes()
-    edited = tiny.edited_bundle(bundle, folder, {"draft.onnx.data": weights})
+    edited = tiny.edited_bundle(bundle, folder, {"eagle3.draft.onnx.data": weights})
     yield eagle3.load(edited.root, threads=1)
 
 

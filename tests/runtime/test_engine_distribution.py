@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from scipy.stats import chisquare
 
 import eagle3
 from eagle3.runtime import accept, rules
 from eagle3.runtime.accept import Accepted
+from eagle3.runtime.drafters import model as model_module
 from eagle3.runtime.drafters.eagle import EagleDrafter
+from eagle3.runtime.drafters.model import ModelDrafter
+from eagle3.runtime.sampling import draft_probs, sample_inverse_cdf
 
 PROMPT = [11, 5]  # here the head's candidates are likely: wrong arithmetic shows soonest
 LENGTH = 3
@@ -28,6 +33,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "chain": {**SAMPLED_CHAIN, "temperature": 0.7, "repetition_penalty": 1.3, "min_p": 0.05},
     "coupled": {**TREE, "temperature": 1.0, "top_p": 0.8, "acceptance": "coupled"},
     "coupled_cold": {**TREE, "temperature": 0.7, "top_k": 5, "acceptance": "coupled"},
+}
+OF_A_MODEL: dict[str, dict[str, Any]] = {
+    "chain": {**SAMPLED_CHAIN, "temperature": 0.7, "repetition_penalty": 1.3, "min_p": 0.05},
+    "tree": {**TREE, "temperature": 1.0, "top_k": 5},
 }
 
 
@@ -126,6 +135,45 @@ def test_drafts_that_are_not_sampled_keep_the_distribution(
     some = [small_engine.generate(prompt, max_new_tokens=4, seed=s, **options) for s in range(60)]
     depths = {len(each.stats.proposed_by_position) for each in some}
     assert 2 in depths and any(max(each.stats.accepted_by_position) > 0 for each in some)
+
+
+@pytest.fixture(scope="module")
+def model_engine(
+    small_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[eagle3.Engine]:
+    """`small` with another small LM as its draft."""
+    folder = tmp_path_factory.mktemp("small_lm")
+    lm = tiny.tiny_model("llama", vocab_size=16, num_layers=1, seed=4, scale=0.5)
+    draft = tiny.save_target(folder / "lm", lm)
+    yield eagle3.load(tiny.export_tiny(small_folder, draft, folder / "bundle").root, threads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_texts_drafted_by_a_model_have_the_targets_distribution(
+    small: Any, model_engine: eagle3.Engine, name: str
+) -> None:
+    assert p_value(small, model_engine, OF_A_MODEL[name], NUM_SAMPLES) > 0.001
+
+
+@pytest.mark.slow
+def test_a_q_of_another_temperature_fails(
+    small: Any, model_engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are drawn at one temperature, and q says another."""
+
+    def hot(logits: Any, temperature: float) -> Any:
+        return draft_probs(logits, 3 * temperature)
+
+    def drawn_cold(self: Any, out: Any, request: Any) -> Any:
+        token, q = draw(self, out, request)
+        cold = draft_probs(out.logits[0], request.temperature)
+        return sample_inverse_cdf(cold, request.rng.random()), q
+
+    draw = ModelDrafter._draw
+    monkeypatch.setattr(model_module, "draft_probs", hot)
+    monkeypatch.setattr(ModelDrafter, "_draw", drawn_cold)
+    assert p_value(small, model_engine, OF_A_MODEL["chain"], 2500) < 1e-6
 
 
 def _softmax_q_for_candidates(tree: Any, target_p: Any, rng: Any) -> Accepted:

@@ -43,7 +43,7 @@ def plain_draft(head: Any, llama: Any, text: list[int]) -> _DraftPath:
         features=features, tokens=np.array(text), target=SimpleNamespace(model=llama)
     )
     table = llama.get_input_embeddings().weight
-    return _DraftPath(head[1], reference, len(text) - 1, table)
+    return _DraftPath(head[1], reference, features[: len(text) - 1], table)
 
 
 def static_reference(head: Any, llama: Any, text: list[int], paths: TreePaths) -> list[Path_]:

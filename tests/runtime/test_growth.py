@@ -17,9 +17,10 @@ from eagle3.runtime.draft import DraftEngine
 from eagle3.runtime.drafters import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import BundleError
-from eagle3.runtime.growth import ENGINE, GrowthEngine, grown_tree
+from eagle3.runtime.growth import GrowthEngine, grown_tree
 from eagle3.runtime.session import Clock
 
+ENGINE = "eagle3.draft_tree"
 PROMPT = list(range(5, 30))
 
 
@@ -27,13 +28,12 @@ class Pair:
     """A drafter that may grow in one call and one that never does, told the same."""
 
     def __init__(self, bundle: Bundle, dtype: Any = np.float32) -> None:
-        self.clock, info = Clock(), bundle.manifest.draft
-        assert info is not None
+        self.clock, name = Clock(), next(iter(bundle.manifest.drafts))
         self.drafters = []
         for has_growth in (True, False):
-            engine = DraftEngine(bundle, 1, self.clock)
-            growth = GrowthEngine(bundle, engine, 1, self.clock) if has_growth else None
-            names = (info.method, engine, bundle.target_ids(), bundle.manifest.target.vocab_size)
+            engine = DraftEngine(bundle, 1, self.clock, name)
+            growth = GrowthEngine(bundle, name, engine, 1, self.clock) if has_growth else None
+            names = (name, engine, bundle.target_ids(name), bundle.manifest.target.vocab_size)
             self.drafters.append(EagleDrafter(*names, growth))
 
     def tell(self, name: str, *args: Any) -> None:
@@ -103,7 +103,7 @@ def test_a_bundle_without_the_engine_grows_a_level_a_call(
 ) -> None:
     engines = {name: e for name, e in bundle.manifest.engines.items() if name != ENGINE}
     older = tiny.edited_bundle(
-        bundle, tmp_path / "older", {"draft_tree.onnx": None}, engines=engines
+        bundle, tmp_path / "older", {f"{ENGINE}.onnx": None}, engines=engines
     )
     other = eagle3.load(older.root, threads=1)
     options: dict[str, Any] = {"max_new_tokens": 16, "logit_bias": {1: -100.0}}
@@ -113,8 +113,8 @@ def test_a_bundle_without_the_engine_grows_a_level_a_call(
 
 
 def test_a_graph_for_another_number_of_nodes_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    plan = replace(bundle.manifest.plan, tree=TreePlan(3, 3, 5))
-    other = tiny.edited_bundle(bundle, tmp_path / "other", plan=plan)
+    info = replace(bundle.manifest.drafts["eagle3"], tree=TreePlan(3, 3, 5))
+    other = tiny.edited_bundle(bundle, tmp_path / "other", drafts={"eagle3": info})
     with pytest.raises(BundleError, match=r"draft_tree.*output tokens int64 \[B, 6\]"):
         eagle3.load(other.root, threads=1)
 
@@ -132,4 +132,4 @@ def test_a_graph_for_another_number_of_nodes_is_refused(bundle: Bundle, tmp_path
 def test_sizes_in_use(asked: tuple[int, ...], vocab: int, grown: tuple[int, ...] | None) -> None:
     plan = Plan(tree=TreePlan(*asked))
     expected = None if grown is None else TreePlan(*grown)
-    assert grown_tree(plan, vocab) == expected
+    assert grown_tree(plan.tree, vocab) == expected

@@ -46,7 +46,10 @@ def test_importing_eagle3_loads_nothing_heavy() -> None:
 
 
 def test_importing_the_runtime_loads_no_exporter() -> None:
-    loaded = loaded_by("import eagle3.runtime.engine, eagle3.runtime.draft, eagle3.runtime.batch")
+    loaded = loaded_by(
+        "import eagle3.runtime.engine, eagle3.runtime.draft, eagle3.runtime.batch\n"
+        "import eagle3.runtime.drafters.eagle, eagle3.runtime.drafters.model"
+    )
     assert {"numpy", "tokenizers", "eagle3.runtime.decode"} <= loaded
     assert not loaded & set(HEAVY)
     assert not {name for name in loaded if name.startswith(("eagle3.export", "eagle3.train"))}

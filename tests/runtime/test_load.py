@@ -17,7 +17,7 @@ from eagle3.runtime import draft, session, target
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.drafters import DRAFTERS
 from eagle3.runtime.errors import BundleError, EngineError
-from eagle3.runtime.manifest import DRAFT_ENGINES
+from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES, HEAD_METHODS
 from eagle3.runtime.session import Bound, Buffer, Clock, Session, load_session
 
 Edit = Callable[[dict[str, Any]], None]
@@ -67,7 +67,8 @@ def refusal(folder: Path) -> str:
 
 
 def test_every_method_has_a_drafter_and_knows_its_engines() -> None:
-    assert set(DRAFTERS) == {"none", "lookup", *DRAFT_ENGINES}
+    assert set(DRAFTERS) == {*BUILT_IN_DRAFTERS, *DRAFT_ENGINES}
+    assert set(HEAD_METHODS) < set(DRAFT_ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_every_method_has_a_drafter_and_knows_its_engines() -> None:
         ("engines/target/inputs/0/shape", ["B"], "input_ids int64 [B]", "int64 [B, N]"),
         ("engines/target/inputs", [], "input_ids int64 [B, N]", "is unknown to its manifest"),
         ("engines/target/outputs", [], "logits float32 [B, M, 64]", "is unknown to its manifest"),
-        ("engines/target/file", "draft.onnx", "[B, 2, 129, 8]", "[B, 2, 256, 8]"),
+        ("engines/target/file", "eagle3.draft.onnx", "[B, 2, 129, 8]", "[B, 2, 256, 8]"),
     ],
 )
 @pytest.mark.usefixtures("no_buffers")
@@ -109,12 +110,24 @@ def test_features_of_another_width(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "engine", "asked", "found"),
     [
-        ("plan/max_draft_tokens", 16, "draft", "[B, 2, 192, 8]", "[B, 2, 256, 8]"),
-        ("draft/hidden_size", 7, "draft_fuse", "hidden float32 [B, N, 7]", "[B, N, 32]"),
-        ("draft/num_kv_heads", 9, "draft", "[B, 9, 256, 8]", "[B, 2, 256, 8]"),
-        ("draft/head_dim", 10**12, "draft", "1000000000000]", "[B, 2, 256, 8]"),
-        ("engines/draft/file", "target.onnx", "draft", "none of that name", "hidden"),
-        ("engines/draft_fuse/file", "draft.onnx", "draft_fuse", "features", "none of that"),
+        ("plan/max_draft_tokens", 16, "eagle3.draft", "[B, 2, 192, 8]", "[B, 2, 256, 8]"),
+        (
+            "drafts/eagle3/hidden_size",
+            7,
+            "eagle3.draft_fuse",
+            "hidden float32 [B, N, 7]",
+            "[B, N, 32]",
+        ),
+        ("drafts/eagle3/num_kv_heads", 9, "eagle3.draft", "[B, 9, 256, 8]", "[B, 2, 256, 8]"),
+        ("drafts/eagle3/head_dim", 10**12, "eagle3.draft", "1000000000000]", "[B, 2, 256, 8]"),
+        ("engines/eagle3.draft/file", "target.onnx", "eagle3.draft", "none of that name", "hidden"),
+        (
+            "engines/eagle3.draft_fuse/file",
+            "eagle3.draft.onnx",
+            "eagle3.draft_fuse",
+            "features",
+            "none of that",
+        ),
     ],
 )
 def test_a_draft_that_is_not_the_manifests(
@@ -136,7 +149,8 @@ def test_a_draft_vocabulary_of_another_size(bundle: Bundle, copy: Path) -> None:
     opened = Bundle.open(copy)
     info = opened.manifest.draft
     assert info is not None
-    manifest = replace(opened.manifest, draft=replace(info, draft_vocab_size=39))
+    smaller = {"eagle3": replace(info, draft_vocab_size=39)}
+    manifest = replace(opened.manifest, drafts=smaller)
     with pytest.raises(BundleError, match=r"logits float32 \[B, M, 39\] .* \[B, M, 40\]"):
         draft.DraftEngine(Bundle(copy, manifest), 1, Clock())
 
@@ -149,7 +163,7 @@ def test_a_bundle_for_another_backend(copy: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1000])
-@pytest.mark.parametrize("engine", ["target", "draft_fuse", "draft"])
+@pytest.mark.parametrize("engine", ["target", "eagle3.draft_fuse", "eagle3.draft"])
 def test_weights_that_were_cut_before_they_were_described(
     bundle: Bundle, tmp_path: Path, engine: str, kept: int
 ) -> None:
@@ -166,8 +180,8 @@ def test_a_graph_that_is_none(bundle: Bundle, tmp_path: Path, content: bytes) ->
 
 
 def fuse_session(bundle: Bundle) -> Session:
-    info = bundle.manifest.engines["draft_fuse"]
-    return load_session(bundle, "draft_fuse", Bound(info.inputs, info.outputs), 1, Clock())
+    info = bundle.manifest.engines["eagle3.draft_fuse"]
+    return load_session(bundle, "eagle3.draft_fuse", Bound(info.inputs, info.outputs), 1, Clock())
 
 
 def fuse_values(count: int, name: str = "features") -> session.Values:
@@ -178,7 +192,7 @@ def fuse_values(count: int, name: str = "features") -> session.Values:
 def test_a_binding_that_fails_is_an_engine_error(bundle: Bundle) -> None:
     fuse = fuse_session(bundle)
     for _ in range(2):  # it is not kept either
-        with pytest.raises(EngineError, match="engine 'draft_fuse' failed"):
+        with pytest.raises(EngineError, match="engine 'eagle3.draft_fuse' failed"):
             fuse.run(1, lambda: fuse_values(1, "no_such"))
     fuse.run(1, lambda: fuse_values(1))
 

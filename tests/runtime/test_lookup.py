@@ -128,7 +128,7 @@ def featureless(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """As exported without a draft: the target gives no features."""
     target = replace(bundle.manifest.target, aux_layer_ids=(), feature_size=0)
     folder = tmp_path_factory.mktemp("featureless") / "bundle"
-    yield eagle3.load(tiny.edited_bundle(bundle, folder, draft=None, target=target).root, threads=1)
+    yield eagle3.load(tiny.edited_bundle(bundle, folder, drafts={}, target=target).root, threads=1)
 
 
 @pytest.mark.parametrize("rule", [{}, COUPLED])
@@ -187,8 +187,8 @@ def test_it_needs_no_engine(bundle: Bundle, tmp_path: Path) -> None:
     """Also where the draft's files are gone: only a drafter that is used is loaded."""
     manifest = bundle.manifest
     engines = {"target": manifest.engines["target"]}
-    files = {name: None for name in manifest.files if name.startswith(("draft", "target_ids"))}
-    plain = tiny.edited_bundle(bundle, tmp_path / "b", files, draft=None, engines=engines)
+    files = {name: None for name in manifest.files if name.startswith("eagle3.")}
+    plain = tiny.edited_bundle(bundle, tmp_path / "b", files, drafts={}, engines=engines)
     engine = eagle3.load(plain.root, threads=1)
     engine.generate([3, 4, 3], max_new_tokens=8, drafter="lookup")
     assert set(engine._clock.calls) == {"target"}

@@ -171,3 +171,17 @@ def test_a_bad_prompt_file_is_refused_by_line(
 def test_a_missing_prompt_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot be read"):
         load_prompts(tmp_path / "none.txt")
+
+
+def test_every_drafter_is_covered(engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its own tree, not the plan's."""
+    second = "other"
+    trees = {"eagle3": TreePlan(3, 3, 6), second: TreePlan(1, 2, 2)}
+    monkeypatch.setattr(eagle3.Engine, "drafters", ["eagle3", second, "none"])
+    monkeypatch.setattr(eagle3.Engine, "default_tree", lambda _, name: trees.get(name, TreePlan()))
+    monkeypatch.setitem(engine._drafters, second, engine.drafter("eagle3"))
+    report = verified(engine)
+    assert report.passed
+    checked = {(each.drafter, each.tree) for each in report.equality if each.num_prompts == 3}
+    assert checked == set(trees.items())
+    assert {each.drafter for each in report.rejection} == set(trees)

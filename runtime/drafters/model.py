@@ -1,0 +1,126 @@
+"""Vanilla speculative decoding: an independent small LM of the same vocabulary drafts.
+
+Its cache holds rows of a text. Whatever of them still agrees with the committed text stays,
+accepted draft tokens of a chain included, and the rest is run in the next `propose`: so it makes
+no difference which tokens this drafter proposed itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.runtime.draft_model import ModelEngine, ModelOutput
+from eagle3.runtime.drafters.base import DraftRequest, Int64s
+from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
+from eagle3.runtime.tree import DynamicTree, Tree
+
+
+class ModelDrafter:
+    """Dynamic tree of deterministic candidates, or a chain (method sections 2 and 3).
+
+    name: the drafter's, in its bundle. vocab_size: V, the target's.
+    """
+
+    proposes = True
+
+    def __init__(self, name: str, engine: ModelEngine, vocab_size: int) -> None:
+        self.name = name
+        self._engine, self._vocab_size = engine, vocab_size
+        self._text = np.zeros(engine.capacity, np.int64)  # observed tokens, then the root
+        self._rows = np.zeros(engine.capacity, np.int64)  # the tokens of the cache's rows
+        self._observed = 0
+
+    def reset(self) -> None:
+        """Forgets the text and all rows."""
+        self._engine.reset()
+        self._observed = 0
+
+    def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
+        """Takes note of the tokens [R]; they are run when enough of them wait, or are needed."""
+        end = self._observed + len(tokens)
+        # A padding row of the target's vocabulary may be beyond this model's.
+        last = self._engine.draft_vocab_size - 1
+        np.minimum(tokens, last, out=self._text[self._observed : end])
+        self._observed = end
+        if end - self._num_agreeing(end) >= self._engine.max_rows:
+            self._catch_up(end, 1, False)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forgets the newest tokens of the text; their rows go if others take their place."""
+        self._observed -= num_tokens
+
+    def propose(self, request: DraftRequest) -> Tree:
+        """Runs what is new of the text, then grows the tree of this round under request.root."""
+        self._text[self._observed] = min(request.root, self._engine.draft_vocab_size - 1)
+        if request.tree.draft_top_k == 1:
+            return self._chain(request)
+        return self._dynamic_tree(request)
+
+    def _num_agreeing(self, count: int) -> int:
+        """How many rows of the cache are those of the text's first `count` tokens."""
+        count = min(count, self._engine.num_rows)
+        differ = np.flatnonzero(self._rows[:count] != self._text[:count])
+        return int(differ[0]) if differ.size else count
+
+    def _catch_up(self, count: int, top_k: int, want_logits: bool) -> ModelOutput:
+        """Brings the cache to the text's first `count` tokens; candidates of the last one."""
+        engine = self._engine
+        engine.num_rows = min(self._num_agreeing(count), count - 1)
+        while engine.num_rows < count:
+            first = engine.num_rows
+            part = self._text[first : min(first + engine.max_rows, count)]
+            self._rows[first : first + len(part)] = part
+            out = engine.extend(part, top_k, want_logits)
+        return out
+
+    def _dynamic_tree(self, request: DraftRequest) -> Tree:
+        """EAGLE-2's expand and rerank, by the model's own probabilities; one call a level."""
+        plan, engine = request.tree, self._engine
+        top_k = min(plan.top_k_in_use, engine.draft_vocab_size)
+        tree = DynamicTree(request.root, top_k, plan.depth_in_use, plan.num_draft_tokens)
+        out = self._catch_up(self._observed + 1, top_k, False)
+        tree.add_root_candidates(out.top_ids[0], out.top_log_probs[0])
+        while (frontier := tree.frontier) is not None:
+            out = engine.step(frontier.tokens, frontier.depth, frontier.row_mask, top_k)
+            tree.add(out.top_ids, out.top_log_probs)
+        return tree.finish()
+
+    def _chain(self, request: DraftRequest) -> Tree:
+        """A chain of the likeliest tokens, or of drawn ones with the q that they were drawn from.
+
+        Its rows extend the text: those that are accepted need not be run again.
+        """
+        sampled, depth = request.temperature is not None, request.tree.depth_in_use
+        tokens: list[int] = []
+        q: dict[int, Float32s] = {}
+        out = self._catch_up(self._observed + 1, 1, sampled)
+        while True:
+            if sampled:
+                drawn = self._draw(out, request)
+                if drawn is None:
+                    break
+                token, q[len(tokens)] = drawn
+            elif np.isfinite(out.top_log_probs[0, 0]):
+                token = int(out.top_ids[0, 0])
+            else:
+                break
+            tokens.append(token)
+            if len(tokens) == depth:
+                break
+            self._rows[self._engine.num_rows] = token
+            out = self._engine.extend(np.array([token], np.int64), 1, sampled)
+        return Tree.chain(request.root, tokens, q if sampled else None)
+
+    def _draw(self, out: ModelOutput, request: DraftRequest) -> tuple[int, Float32s] | None:
+        """A token and the q [V] it was drawn from; None where the logits are no numbers."""
+        assert out.logits is not None and request.temperature is not None
+        assert request.rng is not None
+        probs = draft_probs(out.logits[0], request.temperature)
+        if probs is None:
+            return None
+        q = np.zeros(self._vocab_size, np.float32)
+        q[: len(probs)] = probs
+        return sample_inverse_cdf(probs, request.rng.random()), q
