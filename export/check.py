@@ -23,8 +23,11 @@ from eagle3.export.texts import PROMPTS, TEXT
 from eagle3.export.weights import block_int8, int8_block
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.draft import DraftEngine
+from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.engine import Engine
 from eagle3.runtime.errors import SelfCheckFailed
+from eagle3.runtime.growth import ENGINE, GrowthEngine
 from eagle3.runtime.session import Clock
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
 from eagle3.runtime.target import TargetEngine
@@ -37,6 +40,8 @@ INT8_TOLERANCE = 1e-1
 _NUM_TOKENS = 384
 _FEW_TOKENS = 64
 _DRAFT_STEPS = 3
+_GROWN_ROWS = 7
+_GROWN_AGREEMENT = 0.75
 # A tree whose branches part at the root and again deep down: node 0 is the root.
 _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
 
@@ -88,6 +93,11 @@ def check_bundle(
         bound = INT8_TOLERANCE if plan.draft_weights == "int8" else tolerance
         check.draft = _check_draft(bundle, module, reference, bound)
         report(_summary("draft", check.draft))
+        if ENGINE in bundle.manifest.engines:
+            check.draft["grown_tree_agreement"] = agreement = _grown_tree_agreement(
+                bundle, reference
+            )
+            report(f"trees grown in one call and a level a call: {agreement:.1%} of nodes agree")
         acceptance = first_position_acceptance(bundle)
         check.draft["first_position_acceptance"] = acceptance
         report(f"first draft token accepted: {acceptance:.1%} on {len(PROMPTS)} prompts")
@@ -239,6 +249,42 @@ def _check_draft(
         hidden, mask = out.hidden.copy(), np.concatenate([mask, np.eye(len(ids), dtype=bool)], 1)
     _judge("draft", errors, tolerance)
     return {"tolerance": tolerance, "relative_errors": errors}
+
+
+def _grown_tree_agreement(bundle: Bundle, reference: _Reference) -> float:
+    """Share of nodes that the two ways to grow the plan's tree have in common, mean over a text.
+
+    Rounding may decide between candidates of nearly equal value; raises SelfCheckFailed where it is
+    more than that.
+    """
+    info, tree, clock = bundle.manifest.draft, bundle.manifest.plan.tree, Clock()
+    assert info is not None and reference.features is not None
+    stepwise, whole = (DraftEngine(bundle, _threads(), clock) for _ in range(2))
+    growth = GrowthEngine(bundle, whole, _threads(), clock)
+    sizes = (bundle.target_ids(), bundle.manifest.target.vocab_size)
+    drafters = (
+        EagleDrafter(info.method, stepwise, *sizes),
+        EagleDrafter(info.method, whole, *sizes, growth),
+    )
+    shares = []
+    step = min(_GROWN_ROWS, stepwise.max_rows, len(reference.tokens) - 1)
+    for start in range(0, min(_FEW_TOKENS, len(reference.tokens) - step), step):
+        rows = slice(start, start + step)
+        paths: list[set[tuple[int, ...]]] = []
+        for drafter in drafters:
+            drafter.observe(reference.tokens[rows], reference.features[rows])
+            grown = drafter.propose(DraftRequest(int(reference.tokens[rows.stop]), tree))
+            paths.append({tuple(grown.path_tokens(i)) for i in range(1, grown.num_nodes)})
+        every = paths[0] | paths[1]
+        shares.append(len(paths[0] & paths[1]) / len(every) if every else 1.0)
+    agreement = float(np.mean(shares))
+    if agreement < _GROWN_AGREEMENT:
+        raise SelfCheckFailed(
+            f"the exported draft_tree disagrees with draft: {agreement:.1%} of their nodes are the"
+            f" same, at least {_GROWN_AGREEMENT:.0%} must be; nothing was written. Please report"
+            " the target and the versions"
+        )
+    return agreement
 
 
 class _DraftPath:
