@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import Checked, check_head
+from eagle3.export.check_growth import grown_tree_agreement
 from eagle3.export.draft import trace_draft_engines
 from eagle3.export.draft_model import load_model_draft
 from eagle3.export.head_graph import (
@@ -37,8 +38,15 @@ from eagle3.export.weights import StoredGraph, embedding_name, lm_head_name
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import ExportError
+from eagle3.runtime.growth import ENGINE as GROWTH
 from eagle3.runtime.growth import grown_tree
-from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, Convention, is_draft_name, target_ids_name
+from eagle3.runtime.manifest import (
+    BUILT_IN_DRAFTERS,
+    Convention,
+    engine_name,
+    is_draft_name,
+    target_ids_name,
+)
 
 _NAMED = re.compile(r"([^=/\\]+)=(.+)")
 
@@ -148,7 +156,10 @@ class HeadDraft:
         }
 
     def check(self, bundle: Bundle, name: str, reference: Any, tolerance: float) -> dict[str, Any]:
-        return check_head(bundle, name, self.module, self.table, reference, tolerance)
+        result = check_head(bundle, name, self.module, self.table, reference, tolerance)
+        if engine_name(name, GROWTH) in bundle.manifest.engines:
+            result["grown_tree_agreement"] = grown_tree_agreement(bundle, name, reference)
+        return result
 
     def readings(self, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
         """As it was read, and as it might have been read."""

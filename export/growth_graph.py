@@ -7,8 +7,9 @@ cache. The tree's own rows never enter it: their keys and values stand beside it
 and a row attends to the used part of the cache and to its ancestors.
 
 Inputs: features [B,N,F]; next_ids [B,N] int64, row i's token of position i + 1, that of the last
-used row is the root; num_rows [B] int64, rows in use, 1 or more: those behind are padding, whose
-slots the next call overwrites; past_len [B] int64; past_k.0, past_v.0 [B,Hkv,S,D].
+used row is the root; num_rows [B] int64, rows in use, 1 or more: those behind are padding, which
+may hold anything and whose slots the next call overwrites; past_len [B] int64, at most S - N;
+past_k.0, past_v.0 [B,Hkv,S,D].
 Outputs: tokens [B,M] int64, the target's ids; parents [B,M] int64, -1 for the root; positions [B,M]
 int64; tree_mask [B,M,M] bool, ancestors and the node itself; num_nodes [B] int64; present_k.0,
 present_v.0. Nodes that are not there come last: token 0 under node 0, at the root's position, seen

@@ -124,7 +124,7 @@ def test_the_layer_follows_its_config(tmp_path: Path, config: dict[str, Any]) ->
 def test_the_bundle_says_what_it_holds(case: Case) -> None:
     manifest = case.bundle.manifest
     assert manifest.draft is not None
-    assert set(manifest.engines) == {"target", "eagle.draft"}
+    assert set(manifest.engines) == {"target", "eagle.draft", "eagle.draft_tree"}
     assert (manifest.draft.method, manifest.draft.draft_vocab_size) == ("eagle", 64)
     assert manifest.target.aux_layer_ids == (NUM_LAYERS,)
     assert np.array_equal(case.bundle.target_ids("eagle"), np.arange(64))

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from eagle3.export import growth_graph as growth_module
 from eagle3.export.attention import LOWERINGS
+from eagle3.export.check_growth import grown_tree_agreement
 from eagle3.export.draft import _inputs, _trace_fuse
 from eagle3.export.growth_graph import growth_graph
 from eagle3.export.head_graph import DraftGraph, build_head
@@ -27,7 +29,10 @@ from eagle3.export.onnx_graph import trace_unlowered
 from eagle3.export.tree_growth import TreeGrowth
 from eagle3.export.weights import quantize_int8, store_for_matmul
 from eagle3.plans.plan import TreePlan
-from eagle3.runtime.tree import DynamicTree
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.errors import SelfCheckFailed
+from eagle3.runtime.growth import GrowthEngine
+from eagle3.runtime.tree import DynamicTree, Tree
 
 CAPACITY, WIDTH = 64, 96
 TREES = [(1, 1, 1), (1, 4, 4), (3, 3, 6), (4, 2, 30), (10, 4, 48), (6, 8, 60)]
@@ -202,3 +207,23 @@ def test_all_depths_read_one_set_of_int8_weights(traced: Traced) -> None:
     call = random_call(rng, [2], [5])
     ours, theirs = run(quantized, call)["present_k.0"], run(whole, call)["present_k.0"]
     assert 0 < np.abs(ours - theirs).max() < 0.05 * np.abs(theirs).max()
+
+
+def test_the_self_check_compares_both_ways_to_grow(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(5)
+    text: Any = SimpleNamespace(
+        tokens=rng.integers(0, 64, 40), features=rng.normal(size=(40, WIDTH)).astype(np.float32)
+    )
+    assert grown_tree_agreement(bundle, "eagle3", text) == 1.0
+    grow = GrowthEngine.grow
+
+    def flat(self: GrowthEngine, *call: Any) -> Tree:
+        """The right tokens, all of them under the root."""
+        tree = grow(self, *call)
+        return Tree(tree.tokens, np.minimum(tree.parents, 0))
+
+    monkeypatch.setattr(GrowthEngine, "grow", flat)
+    with pytest.raises(SelfCheckFailed, match="draft_tree disagrees"):
+        grown_tree_agreement(bundle, "eagle3", text)

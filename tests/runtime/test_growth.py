@@ -27,7 +27,7 @@ PROMPT = list(range(5, 30))
 class Pair:
     """A drafter that may grow in one call and one that never does, told the same."""
 
-    def __init__(self, bundle: Bundle, dtype: Any = np.float32) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         self.clock, name = Clock(), next(iter(bundle.manifest.drafts))
         self.drafters = []
         for has_growth in (True, False):
@@ -49,22 +49,26 @@ class Pair:
         return ours.num_nodes
 
 
-def test_both_ways_take_turns_on_one_cache(bundle: Bundle) -> None:
-    """Rounds of a request: rows kept, rows taken back, trees cut by a limit and grown again.
-
-    A cut in depth is grown a level a call, whose rows stand where the graph writes next.
+@pytest.mark.parametrize("name", ["bundle", "windowed_bundle"])
+def test_both_ways_take_turns_on_one_cache(name: str, request: pytest.FixtureRequest) -> None:
+    """Rounds of a request, in either lowering: rows kept, rows taken back, trees cut by a limit
+    and grown again. A cut in depth is grown a level a call, whose rows stand where the graph
+    writes next.
     """
+    bundle: Bundle = request.getfixturevalue(name)
     rng, pair, own = np.random.default_rng(0), Pair(bundle), bundle.manifest.plan.tree
+    vocab = bundle.manifest.target.vocab_size
     pair.tell("reset")
-    pair.tell("observe", rng.integers(0, 64, 16), rng.normal(size=(16, 96)).astype(np.float32))
+    pair.tell("observe", rng.integers(0, vocab, 16), rng.normal(size=(16, 96)).astype(np.float32))
     for i in range(40):
-        count = int(rng.integers(1, 5))
-        tokens = rng.integers(0, 64, count)
+        count = int(rng.integers(1, 4))
+        tokens = rng.integers(0, vocab, count)
         pair.tell("observe", tokens, rng.normal(size=(count, 96)).astype(np.float32))
         depth = own.draft_depth if i % 3 else int(rng.integers(1, own.draft_depth))
         nodes = int(rng.integers(1, own.num_draft_tokens + 1))
         tree = replace(own, draft_depth=depth, num_draft_tokens=nodes)
-        assert pair.propose(int(rng.integers(0, 64)), tree) == 1 + min(nodes, tree.num_candidates)
+        num_nodes = pair.propose(int(rng.integers(0, vocab)), tree)
+        assert num_nodes == 1 + min(nodes, tree.num_candidates)
         if i % 4 == 0:
             pair.tell("rewind", 1)
     assert pair.clock.calls[ENGINE] == 26  # of 40
