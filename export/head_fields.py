@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eagle3.export.target import _LENGTH_DEPENDENT_ROPE
+from eagle3.export.rope import LENGTH_DEPENDENT_ROPE
 from eagle3.runtime.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10000.0  # the official training configurations name none
@@ -96,7 +96,7 @@ def rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise CheckpointError(
             f"the head's rope_type is {kind!r:.80}; supported are {', '.join(_ROPE_TYPES)}"
         )
-    if kind in _LENGTH_DEPENDENT_ROPE:
+    if kind in LENGTH_DEPENDENT_ROPE:
         raise CheckpointError(f"the head's RoPE of type '{kind}' depends on the request's length")
     missing = [key for key in _ROPE_TYPES.get(kind, ()) if scaling.get(key) is None]
     if kind not in _ROPE_TYPES or missing:

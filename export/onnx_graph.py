@@ -21,7 +21,9 @@ from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 
 from eagle3.export.attention import Lowering, lower_attention
+from eagle3.export.experts import lower_experts
 from eagle3.export.fusion import fuse_for_ort
+from eagle3.export.weights import swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel
 
 # The letters of the graphs' symbolic dimensions, with the range they are traced for.
@@ -88,6 +90,7 @@ def trace(
     if lowering.fuses:
         fuse_for_ort(model)
     lower_attention(model, lowering)
+    lower_experts(model)
     RemoveUnusedNodesPass()(model)
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
@@ -99,8 +102,7 @@ def _may_fold(node: ir.Node) -> bool | None:
 
     What PyTorch itself does here (torch.onnx.export(optimize=True)) folds the small ones.
     """
-    is_matrix = node.op_type == "Transpose" and len(node.outputs[0].shape or ()) == 2
-    return False if is_matrix else None
+    return False if node.op_type == "Transpose" and swaps_last_two(node) else None
 
 
 def _as_list(value: Any) -> list[Tensor]:
