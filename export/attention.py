@@ -94,10 +94,20 @@ class CachedCall:
     past_v: list[Tensor]
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Emits one placeholder node: q [B,Hq,N,D], k, v [B,Hkv,N,D], bias [B,1,N,C] -> [B,N,Hq,D].
 
+        Scores s = scale * q k^T become softcap * tanh(s / softcap) where softcap is not 0; then
+        bias is added. sinks [Hq]: a further score of each head, which only takes probability away.
         The placeholder computes nothing in PyTorch; `lower_attention` turns it into real nodes.
         """
         past = [self.past_k[layer], self.past_v[layer]]
@@ -105,8 +115,8 @@ class CachedCall:
         attrs = {"layer": layer, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         return onnx_ops.symbolic(
             f"{PLACEHOLDER[0]}::{PLACEHOLDER[1]}",
-            [q, k, v, *past, self.past_len, self.total_len, bias],
-            attrs={**attrs, "scale": scale},
+            [q, k, v, *past, self.past_len, self.total_len, bias, sinks],
+            attrs={**attrs, "scale": scale, "softcap": softcap},
             dtype=q.dtype,
             shape=(q.shape[0], q.shape[2], heads, head_dim),
             version=1,
@@ -122,6 +132,8 @@ class Lowering:
 
     `reads_used_slots`: the mask has C = T columns (the used part of the cache) instead of S.
     `fuses`: ONNX Runtime's own operators may stand for groups of standard ones.
+    `groups_experts`: shapes inside the graph may depend on data, so that an expert runs on the rows
+    that chose it and on no others (`export/experts.py`).
     `write`: the nodes for one placeholder; returns its output and the two presents.
     """
 
@@ -129,7 +141,8 @@ class Lowering:
     opset: int
     reads_used_slots: bool
     fuses: bool
-    write: Callable[[_Nodes, ir.Node], tuple[ir.Value, ir.Value, ir.Value]]
+    groups_experts: bool
+    write: Callable[[Nodes, ir.Node], tuple[ir.Value, ir.Value, ir.Value]]
 
     def num_slots(self, call: CachedCall, num_rows: int) -> int:
         """Columns C of the mask; in a trace a symbol where it is T."""
@@ -142,7 +155,7 @@ class Lowering:
         return total
 
 
-class _Nodes:
+class Nodes:
     """Collects the nodes that replace a placeholder; `once` holds values that layers share."""
 
     def __init__(self, once: dict[str, ir.Value]) -> None:
@@ -155,13 +168,27 @@ class _Nodes:
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else node.outputs
 
+    def number(self, value: float, dtype: ir.DataType) -> Any:
+        return self.add("Constant", value=ir.tensor(value, dtype=dtype))
+
     def ints(self, values: list[int], dtype: ir.DataType = ir.DataType.INT64) -> Any:
         tensor = ir.tensor(values, dtype=dtype)
         return self.add("Constant", value=tensor)
 
 
+def _inputs(placeholder: ir.Node) -> list[ir.Value | None]:
+    """The placeholder's nine inputs; an absent last one is None."""
+    inputs = list(placeholder.inputs)
+    return inputs + [None] * (9 - len(inputs))
+
+
+def _sizes(placeholder: ir.Node) -> list[int]:
+    """heads, kv_heads, head_dim."""
+    return [placeholder.attributes[name].as_int() for name in ("heads", "kv_heads", "head_dim")]
+
+
 def _group_query_attention(
-    nodes: _Nodes, placeholder: ir.Node
+    nodes: Nodes, placeholder: ir.Node
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """`com.microsoft.GroupQueryAttention`: reads the used part of the cache, writes in place.
 
@@ -169,10 +196,8 @@ def _group_query_attention(
     Therefore a call of one row gets a second, whose output is dropped and whose slot, behind the
     last one, the next call overwrites: then a row's bits do not depend on how wide its call was.
     """
-    q, k, v, past_k, past_v, past_len, total_len, bias = placeholder.inputs
-    heads, kv_heads, head_dim = (
-        placeholder.attributes[name].as_int() for name in ("heads", "kv_heads", "head_dim")
-    )
+    q, k, v, past_k, past_v, past_len, total_len, bias, sinks = _inputs(placeholder)
+    heads, kv_heads, head_dim = _sizes(placeholder)
     assert q is not None and bias is not None
     if not nodes.once:
         _write_row_counts(nodes, q, past_len, total_len)
@@ -197,10 +222,12 @@ def _group_query_attention(
         None,
         None,
         nodes.once[mask],
+        sinks,
         outputs=3,
         num_heads=heads,
         kv_num_heads=kv_heads,
         scale=placeholder.attributes["scale"].as_float(),
+        softcap=placeholder.attributes["softcap"].as_float(),
     )
     asked = nodes.add("Slice", out, nodes.ints([0]), nodes.once["rows"], nodes.ints([1]))
     by_head = nodes.add("Reshape", asked, nodes.ints([0, 0, heads, head_dim]))
@@ -208,7 +235,7 @@ def _group_query_attention(
 
 
 def _write_row_counts(
-    nodes: _Nodes, q: ir.Value, past_len: ir.Value | None, total_len: ir.Value | None
+    nodes: Nodes, q: ir.Value, past_len: ir.Value | None, total_len: ir.Value | None
 ) -> None:
     """What all layers share: rows N, extra rows (1 for one row of one sequence), last slot, length.
 
@@ -226,14 +253,68 @@ def _write_row_counts(
     nodes.once["total_len"] = nodes.add("Cast", length, to=ir.DataType.INT32)
 
 
-def _scatter_attention(nodes: _Nodes, placeholder: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _scatter_attention(nodes: Nodes, placeholder: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
     """`TensorScatter` and `Attention` of opset 24: standard ONNX, reads all of the cache."""
-    q, k, v, past_k, past_v, past_len, _, bias = placeholder.inputs
+    q, k, v, past_k, past_v, past_len, _, bias, sinks = _inputs(placeholder)
     present_k = nodes.add("TensorScatter", past_k, k, past_len, axis=2, mode="linear")
     present_v = nodes.add("TensorScatter", past_v, v, past_len, axis=2, mode="linear")
     scale = placeholder.attributes["scale"].as_float()
-    out = nodes.add("Attention", q, present_k, present_v, bias, scale=scale)
+    if sinks is None and placeholder.attributes["softcap"].as_float() == 0.0:
+        out = nodes.add("Attention", q, present_k, present_v, bias, scale=scale)
+    else:
+        out = _written_out(nodes, placeholder, present_k, present_v)
     return nodes.add("Transpose", out, perm=[0, 2, 1, 3]), present_k, present_v
+
+
+def _written_out(nodes: Nodes, placeholder: ir.Node, k: ir.Value, v: ir.Value) -> ir.Value:
+    """Attention [B,Hq,N,D] over presents [B,Hkv,S,D] in single steps, for a softcap or sinks.
+
+    The Attention operator has no sinks, and TensorRT refuses its softcap. The heads that share keys
+    are folded into rows, so that keys are not repeated; softmax runs in float32.
+    """
+    q, *_, bias, sinks = _inputs(placeholder)
+    heads, kv_heads, head_dim = _sizes(placeholder)
+    assert q is not None and q.dtype is not None
+    folded = nodes.add("Reshape", q, nodes.ints([0, kv_heads, -1, head_dim]))
+    scale = nodes.number(placeholder.attributes["scale"].as_float(), q.dtype)
+    keys = nodes.add("Transpose", k, perm=[0, 1, 3, 2])
+    scores = nodes.add("MatMul", nodes.add("Mul", folded, scale), keys)
+    shape = nodes.add("Concat", nodes.add("Shape", q, end=3), nodes.ints([-1]), axis=0)
+    scores = nodes.add("Reshape", scores, shape)  # [B,Hq,N,S]
+    softcap = placeholder.attributes["softcap"].as_float()
+    if softcap:
+        cap = nodes.number(softcap, q.dtype)
+        scores = nodes.add("Mul", nodes.add("Tanh", nodes.add("Div", scores, cap)), cap)
+    probs = _softmax(nodes, scores, bias, sinks, q.dtype)
+    folded_shape = nodes.add(
+        "Concat", nodes.ints([0, kv_heads, -1]), nodes.add("Shape", k, start=2, end=3), axis=0
+    )
+    out = nodes.add("MatMul", nodes.add("Reshape", probs, folded_shape), v)
+    return nodes.add("Reshape", out, nodes.add("Shape", q))  # type: ignore[no-any-return]
+
+
+def _softmax(
+    nodes: Nodes,
+    scores: ir.Value,
+    bias: ir.Value | None,
+    sinks: ir.Value | None,
+    dtype: ir.DataType,
+) -> ir.Value:
+    """Probabilities of scores + bias [B,Hq,N,S]; sinks [Hq] are a column more, which is dropped."""
+
+    def wide(x: ir.Value | None) -> Any:
+        return x if dtype == ir.DataType.FLOAT else nodes.add("Cast", x, to=ir.DataType.FLOAT)
+
+    scores = nodes.add("Add", wide(scores), wide(bias))
+    if sinks is not None:
+        column = nodes.add("Concat", nodes.add("Shape", scores, end=3), nodes.ints([1]), axis=0)
+        by_head = nodes.add("Reshape", wide(sinks), nodes.ints([1, -1, 1, 1]))
+        scores = nodes.add("Concat", nodes.add("Expand", by_head, column), scores, axis=-1)
+    probs = nodes.add("Softmax", scores, axis=-1)
+    if sinks is not None:
+        bounds = [nodes.ints([1]), nodes.ints([(1 << 63) - 1]), nodes.ints([3])]
+        probs = nodes.add("Slice", probs, *bounds)
+    return probs if dtype == ir.DataType.FLOAT else nodes.add("Cast", probs, to=dtype)  # type: ignore[no-any-return]
 
 
 def lower_attention(model: ir.Model, lowering: Lowering) -> int:
@@ -245,7 +326,7 @@ def lower_attention(model: ir.Model, lowering: Lowering) -> int:
     presents: dict[str, ir.Value] = {}
     once: dict[str, ir.Value] = {}
     for placeholder in [n for n in model.graph if (n.domain, n.op_type) == PLACEHOLDER]:
-        nodes = _Nodes(once)
+        nodes = Nodes(once)
         out, *written = lowering.write(nodes, placeholder)
         layer = placeholder.attributes["layer"].as_int()
         for kind, past, present in zip("kv", placeholder.inputs[3:5], written, strict=True):
@@ -272,6 +353,6 @@ def lower_attention(model: ir.Model, lowering: Lowering) -> int:
 
 
 LOWERINGS: dict[str, Lowering] = {
-    "ort": Lowering("ort", 21, True, True, _group_query_attention),
-    "portable": Lowering("portable", 24, False, False, _scatter_attention),
+    "ort": Lowering("ort", 21, True, True, True, _group_query_attention),
+    "portable": Lowering("portable", 24, False, False, False, _scatter_attention),
 }

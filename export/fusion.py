@@ -14,13 +14,15 @@ from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normaliza
 from onnxscript.rewriter.ort_fusions.rotary_embedding import fuse_rotary_embedding
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
 
+_NORM = "SimplifiedLayerNormalization"
 _FUSED_ROTARY = ("ai.onnxruntime._fusion", "RotaryEmbedding")
 
 
 def fuse_for_ort(model: ir.Model) -> None:
     """Fuses in place. Needs the shapes of intermediate values, so it runs right after the trace."""
     fuse_rms_normalization(model)
-    fuse_skip_rms_normalization(model)
+    if all(_of_one_dtype(node) for node in model.graph if node.op_type.endswith(_NORM)):
+        fuse_skip_rms_normalization(model)
     fuse_rotary_embedding(model)
     tables: dict[tuple[str | None, ...], _RotaryTables] = {}
     for node in [n for n in model.graph if (n.domain, n.op_type) == _FUSED_ROTARY]:
@@ -32,6 +34,14 @@ def fuse_for_ort(model: ir.Model) -> None:
         _write_rotary(model, node, tables[key])
     model.functions.clear()
     model.opset_imports.pop(_FUSED_ROTARY[0], None)
+
+
+def _of_one_dtype(norm: ir.Node) -> bool:
+    """Whether its scale has the input's dtype, as the operator with a residual wants it; where the
+    model is float16, Gemma's and GPT-OSS's scales are float32.
+    """
+    x, scale = norm.inputs[:2]
+    return x is not None and scale is not None and x.dtype == scale.dtype
 
 
 class _RotaryTables:

@@ -21,7 +21,9 @@ from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 
 from eagle3.export.attention import Lowering, lower_attention
+from eagle3.export.experts import lower_experts
 from eagle3.export.fusion import fuse_for_ort
+from eagle3.export.weights import swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel
 
 # The letters of the graphs' symbolic dimensions, with the range they are traced for.
@@ -63,8 +65,9 @@ def trace(
 
 
 def lower(model: ir.Model, lowering: Lowering) -> ir.Model:
-    """`model` itself, its attention written in the lowering."""
+    """`model` itself, its attention and its experts written in the lowering."""
     lower_attention(model, lowering)
+    lower_experts(model)
     RemoveUnusedNodesPass()(model)
     return model
 
@@ -76,7 +79,8 @@ def trace_unlowered(
     lowering: Lowering,
     name: str,
 ) -> ir.Model:
-    """Traces `module(*inputs)` into an ONNX model that still has a placeholder for each attention.
+    """Traces `module(*inputs)` into an ONNX model that still has a placeholder for each attention
+    and each mixture of experts.
 
     inputs: name -> (example tensor or list of tensors, its dimensions, for example "B N 64"; a
     letter of DIMS is symbolic). A list becomes inputs `name.0`, `name.1`, ... Raises
@@ -117,8 +121,7 @@ def _may_fold(node: ir.Node) -> bool | None:
 
     What PyTorch itself does here (torch.onnx.export(optimize=True)) folds the small ones.
     """
-    is_matrix = node.op_type == "Transpose" and len(node.outputs[0].shape or ()) == 2
-    return False if is_matrix else None
+    return False if node.op_type == "Transpose" and swaps_last_two(node) else None
 
 
 def _as_list(value: Any) -> list[Tensor]:

@@ -14,13 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from eagle3.export.attention import Lowering
 from eagle3.export.onnx_graph import trace
+from eagle3.export.rope import refuse_outgrown_rope
 from eagle3.export.target_graph import KvShape, TargetGraph, kv_shape
 from eagle3.runtime.errors import ExportError, UnsupportedModel
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# RoPE kinds whose frequencies depend on the length of the request: a traced graph has one table.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
 _LM_HEAD_TOLERANCE = 1e-2  # relative; in bfloat16 the model may round once more
 
 _FAULTS = ("missing", "unexpected", "mismatched")  # what `from_pretrained` counts
@@ -65,6 +63,7 @@ def load_target(
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
         _refuse_config(config)
+        refuse_outgrown_rope(_architecture(config), config.get_text_config(), max_seq_len)
         _refuse_length(config, max_seq_len)
         model, loading = AutoModelForCausalLM.from_pretrained(
             **where,
@@ -118,19 +117,13 @@ def _refuse_partial(source: str, loading: dict[str, Any]) -> None:
 
 
 def _refuse_config(config: Any) -> None:
-    text = config.get_text_config()
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     if getattr(config, "is_encoder_decoder", False):
+        name = _architecture(config)
         raise UnsupportedModel(f"{name}: encoder-decoder models are not supported, only decoders")
-    rope = getattr(text, "rope_parameters", None) or {}
-    nested = [rope, *(v for v in rope.values() if isinstance(v, dict))]
-    for parameters in nested:
-        kind = parameters.get("rope_type", "default")
-        if kind in _LENGTH_DEPENDENT_ROPE:
-            raise UnsupportedModel(
-                f"{name}: RoPE of type '{kind}' changes with the length of the request, which one "
-                "compiled graph cannot express; export a checkpoint with another rope_type"
-            )
+
+
+def _architecture(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
 
 
 def _refuse_length(config: Any, max_seq_len: int) -> None:

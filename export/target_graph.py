@@ -1,7 +1,7 @@
 """One tracer for every decoder: an unchanged transformers model as a graph over a static cache.
 
-The model runs with an attention function and a mask function of ours, registered with transformers
-for the time of the trace. Everything else (norms, RoPE, experts, logit scaling) is the model's own.
+The model runs with functions of ours for attention, masks and experts, registered with transformers
+for the time of the trace. Everything else (norms, RoPE, routing, logit scaling) is the model's own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
 from eagle3.export.attention import LOWERINGS, CachedCall, KeyWindow, Lowering, key_window
+from eagle3.export.experts import dense_experts, grouped_experts
+from eagle3.export.rope import static_rope
 from eagle3.runtime.errors import UnsupportedModel
 
 # What transformers hands to an attention function without changing the result: said elsewhere
@@ -92,8 +95,11 @@ class _Trace:
         v: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        """transformers' attention function; s_aux [Hq] are the heads' sinks."""
         assert self.call is not None
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         self._refuse(layer, attention_mask, kwargs)
@@ -103,7 +109,9 @@ class _Trace:
         bias = attention_mask
         if bias.dtype != q.dtype:
             bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
-        return self.call.attend(layer, q, k, v, bias, float(scale)), None
+        sinks = None if s_aux is None else s_aux.to(q.dtype)
+        cap = float(softcap or 0.0)
+        return self.call.attend(layer, q, k, v, bias, float(scale), cap, sinks), None
 
     def pick_rows(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """After the decoder, before lm_head: last_hidden_state [B,N,d] -> its logit_rows [B,M,d].
@@ -136,19 +144,24 @@ def _registered(model: PreTrainedModel, trace: _Trace) -> Iterator[None]:
     name = f"eagle3_{uuid.uuid4().hex}"
     AttentionInterface.register(name, trace.attend)
     AttentionMaskInterface.register(name, trace.mask)
+    experts = grouped_experts if trace.lowering.groups_experts else dense_experts
+    ALL_EXPERTS_FUNCTIONS.register(name, experts)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-    before = [(config, config._attn_implementation) for config in configs]
+    fields = ("_attn_implementation", "_experts_implementation")
+    before = [(config, field, getattr(config, field)) for config in configs for field in fields]
     hook = model.base_model.register_forward_hook(trace.pick_rows)
     try:
-        for config in configs:
-            config._attn_implementation = name
-        yield
+        for config, field, _ in before:
+            setattr(config, field, name)
+        with static_rope(model):
+            yield
     finally:
         hook.remove()
-        for config, implementation in before:
-            config._attn_implementation = implementation
+        for config, field, implementation in before:
+            setattr(config, field, implementation)
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+        ALL_EXPERTS_FUNCTIONS._global_mapping.pop(name, None)
 
 
 class TargetGraph(nn.Module):

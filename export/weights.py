@@ -5,7 +5,7 @@ and which of them are the embedding and the lm_head, which a draft may share wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,36 +29,60 @@ def _replace(node: ir.Node, nodes: list[ir.Node], out: ir.Value) -> None:
 def store_for_matmul(model: ir.Model) -> None:
     """Removes every Transpose of a weight.
 
-    A weight that only feeds MatMul is stored as [K,N]. One that also feeds a Gather (embedding tied
-    to lm_head) stays [N,K], is stored once, and its MatMul becomes a Gemm that reads it as it is.
+    A weight that only feeds MatMul is stored as [K,N], one of several experts as [E,K,N]. One that
+    also feeds a Gather (embedding tied to lm_head) stays [N,K], is stored once, and its MatMul
+    becomes a Gemm that reads it as it is.
     """
     for node in [n for n in model.graph if n.op_type == "Transpose"]:
         weight = node.inputs[0]
         if weight is None or not weight.is_initializer() or weight.const_value is None:
             continue
         users = [use.node for use in node.outputs[0].uses()]
-        if len(weight.const_value.shape) != 2 or any(u.op_type != "MatMul" for u in users):
+        if not swaps_last_two(node) or any(u.op_type != "MatMul" for u in users):
             continue
         if len(list(weight.uses())) == 1:
             _transpose_in_place(model, node, weight)
-        else:
+        elif len(weight.const_value.shape) == 2:
             for user in users:
                 _matmul_to_gemm(user, weight)
             model.graph.remove(node, safe=True)
 
 
+def swaps_last_two(transpose: ir.Node) -> bool:
+    """[..,N,K] -> [..,K,N] with at most one dimension in front."""
+    perm = transpose.attributes.get("perm")
+    value = transpose.inputs[0]
+    rank = len(value.shape) if value is not None and value.shape is not None else 0
+    order = list(perm.as_ints()) if perm is not None else [*range(rank)][::-1]
+    return order in ([1, 0], [0, 2, 1])
+
+
+def initializer(
+    model: ir.Model,
+    name: str,
+    shape: Sequence[int],
+    dtype: ir.DataType,
+    read: Callable[[], ir.Tensor[Any]],
+) -> ir.Value:
+    """A new initializer whose tensor is made by `read` when it is written to disk."""
+    dims = ir.Shape(shape)
+    lazy = ir.LazyTensor(read, dtype=dtype, shape=dims, name=name)
+    value = ir.Value(name=name, shape=dims, type=ir.TensorType(dtype), const_value=lazy)
+    model.graph.register_initializer(value)
+    return value
+
+
 def _transpose_in_place(model: ir.Model, node: ir.Node, weight: ir.Value) -> None:
     tensor = weight.const_value
     assert tensor is not None and weight.name is not None
-    rows, columns = tensor.shape.numpy()
+    *front, rows, columns = tensor.shape.numpy()
 
     def transposed() -> ir.Tensor[Any]:
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy().T), dtype=tensor.dtype)
+        turned = np.ascontiguousarray(tensor.numpy().swapaxes(-1, -2))
+        return ir.Tensor(turned, dtype=tensor.dtype)
 
-    shape = ir.Shape([columns, rows])
-    lazy = ir.LazyTensor(transposed, dtype=tensor.dtype, shape=shape, name=weight.name)
-    stored = ir.Value(name=f"{weight.name}.T", shape=shape, type=weight.type, const_value=lazy)
-    model.graph.register_initializer(stored)
+    shape = (*front, columns, rows)
+    stored = initializer(model, f"{weight.name}.T", shape, tensor.dtype, transposed)
     node.outputs[0].replace_all_uses_with(stored)
     model.graph.remove(node, safe=True)
     model.graph.initializers.pop(weight.name)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3.export.heads.fields import boolean, mapping, number
+from eagle3.export.rope import LENGTH_DEPENDENT_ROPE
 from eagle3.runtime.errors import CheckpointError
 
 DEFAULT_ROPE_THETA = 10000.0  # the official training configurations name none
@@ -24,7 +25,6 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 }
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rope(layer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -79,7 +79,7 @@ def _kind(scaling: dict[str, Any]) -> str:
     """Takes the type out of `scaling`, under its newer or its older name."""
     older = scaling.pop("type", None)
     kind = scaling.setdefault("rope_type", older or "default")
-    if kind in _LENGTH_DEPENDENT:
+    if kind in LENGTH_DEPENDENT_ROPE:
         raise CheckpointError(f"the head's RoPE of type '{kind}' depends on the request's length")
     if not isinstance(kind, str) or kind not in _NEEDED:
         raise CheckpointError(

@@ -218,23 +218,7 @@ def test_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
         ("mamba", {"state_size": 4}, "MambaForCausalLM"),
         ("bloom", {}, "BloomForCausalLM"),
         ("falcon", {}, "FalconForCausalLM"),
-        ("gemma2", {"head_dim": 8}, "Gemma2ForCausalLM: layer 0 passes `softcap`"),
-        (
-            "gpt_oss",
-            {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-            "GptOssForCausalLM: layer 0 passes `s_aux`",
-        ),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "dynamic",
-                    "factor": 2.0,
-                    "rope_theta": 10000.0,
-                }
-            },
-            "LlamaForCausalLM: RoPE of type 'dynamic'",
-        ),
+        ("gemma4_text", {}, "Gemma4ForCausalLM: its layers need caches of different shapes"),
     ],
 )
 def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(
@@ -245,14 +229,33 @@ def test_an_architecture_that_cannot_be_expressed_is_refused_by_name(
     assert named in refusal(folder, UnsupportedModel)
 
 
-def test_a_refused_model_still_attends_as_before(tmp_path: Path) -> None:
+def test_an_argument_of_attention_that_is_not_known_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ignoring it would change the output in silence."""
+    model = tiny_llama()
+    attend = type(model.model.layers[0].self_attn).forward
+    monkeypatch.setattr(
+        type(model.model.layers[0].self_attn),
+        "forward",
+        lambda self, *args, **kwargs: attend(self, *args, **kwargs, new_bias=1.0),
+    )
+    folder = tiny.save_target(tmp_path / "llama", model)
+    message = refusal(folder, UnsupportedModel)
+    assert "LlamaForCausalLM: layer 0 passes `new_bias`" in message
+
+
+def test_a_refused_model_still_runs_as_before(tmp_path: Path) -> None:
     """The registered functions are gone after an export, also one that failed."""
     from transformers import AttentionInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface
 
-    before = set(AttentionInterface._global_mapping)
-    model = tiny.tiny_model("gemma2", num_layers=2, head_dim=8)
-    refusal(tiny.save_target(tmp_path / "gemma2", model), UnsupportedModel)
-    assert set(AttentionInterface._global_mapping) == before
+    interfaces = (AttentionInterface, AttentionMaskInterface, type(ALL_EXPERTS_FUNCTIONS))
+    before = [set(interface._global_mapping) for interface in interfaces]
+    model = tiny.tiny_model("bloom", num_layers=2)
+    refusal(tiny.save_target(tmp_path / "bloom", model), UnsupportedModel)
+    assert [set(interface._global_mapping) for interface in interfaces] == before
 
 
 def test_a_context_beyond_the_targets_is_refused(llama_folder: Path, tmp_path: Path) -> None:
