@@ -35,6 +35,7 @@ from eagle3.export.weights import (
     store_for_matmul,
 )
 from eagle3.plans.plan import Plan
+from eagle3.plans.tensorrt_files import FOLDER, foreign_files
 from eagle3.runtime.bundle import MANIFEST_NAME, Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.manifest import (
@@ -123,9 +124,9 @@ def _check_output(request: ExportRequest) -> None:
 
 
 def _foreign(output: Path) -> str:
-    """What `output` holds that no export wrote, in words; empty for a bundle or an empty folder."""
+    """What `output` holds that no export or build wrote, in words; else empty."""
     try:
-        names = {path.name for path in output.iterdir()}  # a bundle has no folders in it
+        names = {path.name for path in output.iterdir()}  # no folder but that of plan files
     except OSError as error:
         return f"it is no folder that can be read ({error.strerror})"
     if not names:
@@ -138,6 +139,8 @@ def _foreign(output: Path) -> str:
         return f"its {MANIFEST_NAME} has not the format {FORMAT!r}; it holds {_some(names)}"
     listed = manifest.get("files")
     others = names - {MANIFEST_NAME, *(listed if isinstance(listed, dict) else ())}
+    if FOLDER in others:
+        others = others - {FOLDER} | {f"{FOLDER}/{name}" for name in foreign_files(output / FOLDER)}
     return f"its {MANIFEST_NAME} does not list {_some(others)}" if others else ""
 
 
