@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from eagle3 import __version__
+from eagle3.plans.build_commands import build
 from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.options import (
@@ -63,6 +64,7 @@ def main() -> None:
 
 
 main.add_command(train)
+main.add_command(build)
 
 
 def _write(text: str) -> None:
@@ -308,10 +310,10 @@ _PLAN = Plan()
 @click.pass_context
 def export(ctx: click.Context, /, **_: Any) -> None:
     """Compile a target and its draft head into a bundle, and check it against PyTorch."""
-    build = import_stage("eagle3.export.build", "export", ExportError)
+    stage = import_stage("eagle3.export.build", "export", ExportError)
     from eagle3.runtime.describe import export_lines
 
-    bundle, check = build.export_bundle(_export_request(ctx), report=note)
+    bundle, check = stage.export_bundle(_export_request(ctx), report=note)
     click.echo("\n".join(export_lines(bundle)))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
