@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from eagle3 import __version__
+from eagle3.plans.build_commands import build, build_exported
 from eagle3.plans.commands import plan_group
-from eagle3.plans.plan import DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan, TreeRequest
+from eagle3.plans.plan import (
+    BACKENDS,
+    DRAFT_WEIGHTS,
+    DTYPES,
+    LOWERINGS,
+    Plan,
+    TreePlan,
+    TreeRequest,
+)
 from eagle3.plans.tree_paths import DYNAMIC, STATIC_TREES, read_paths
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
@@ -70,6 +79,7 @@ def main() -> None:
 
 main.add_command(train)
 main.add_command(plan_group)
+main.add_command(build)
 
 
 def _write(text: str) -> None:
@@ -324,6 +334,15 @@ _PLAN = Plan()
     metavar="NAME|FILE",
     help="See `eagle3 plan list`, or a .toml file; the options below override it.",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default=_PLAN.backend,
+    help="What will run the engines; for TensorRT the plan files are built too.",
+)
+@click.option(
+    "--compute-capability", metavar="X.Y", help="Of the GPU that TensorRT builds for, as 8.9."
+)
 @click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
 @click.option("--dtype", type=click.Choice(DTYPES), default=_PLAN.dtype, help="Of the target.")
 @click.option(
@@ -365,13 +384,15 @@ def export(ctx: click.Context, /, **_: Any) -> None:
     if added is not None:
         _refuse_bundle_options(ctx)
     add = import_stage("eagle3.export.add", "export", ExportError)
-    build = import_stage("eagle3.export.build", "export", ExportError)
+    stage = import_stage("eagle3.export.build", "export", ExportError)
     from eagle3.runtime.describe import export_lines
 
     if added is None:
-        bundle, check = build.export_bundle(_export_request(ctx), report=note)
+        bundle, check = stage.export_bundle(_export_request(ctx), report=note)
     else:
         bundle, check = add.add_draft(_add_request(ctx), report=note)
+    if bundle.manifest.plan.backend.startswith("tensorrt"):
+        build_exported(bundle.root)
     click.echo("\n".join(export_lines(bundle)))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
@@ -413,15 +434,24 @@ def _plan(ctx: click.Context) -> Plan:
     """What the options say, or the preset and what was typed beside it."""
     flags, preset = ctx.params, ctx.params["preset"]
     if preset is None:
-        # ONNX Runtime's CPU provider has no bfloat16.
-        backend = "ort-cuda" if flags["dtype"] == "bfloat16" else _PLAN.backend
         tree = _default_tree(ctx, TreePlan(**given_fields(TreePlan, flags)))
-        return Plan(**{**given_fields(Plan, flags), "tree": tree, "backend": backend})
+        return Plan(**{**given_fields(Plan, flags), **_implied(ctx), "tree": tree})
     from eagle3.plans.preset import load_preset
 
     plan, typed = load_preset(preset).plan, _typed(ctx)
     tree = _default_tree(ctx, replace(plan.tree, **given_fields(TreePlan, typed)))
     return replace(plan, **{**given_fields(Plan, typed), "tree": tree})
+
+
+def _implied(ctx: click.Context) -> dict[str, Any]:
+    """What follows from options that were typed for those that were not."""
+    typed = _typed(ctx)
+    implied = {}
+    if typed.get("backend", "").startswith("tensorrt"):
+        implied["lowering"] = "portable"
+    if typed.get("dtype") == "bfloat16":  # ONNX Runtime's CPU provider has none
+        implied["backend"] = "ort-cuda"
+    return {name: value for name, value in implied.items() if name not in typed}
 
 
 def _typed(ctx: click.Context) -> dict[str, Any]:

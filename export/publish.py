@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from eagle3.plans.tensorrt_files import FOLDER, foreign_files
 from eagle3.runtime.bundle import MANIFEST_NAME, Bundle
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.manifest import FORMAT
@@ -51,6 +52,8 @@ def _foreign(output: Path) -> str:
         return f"its {MANIFEST_NAME} has not the format {FORMAT!r}; it holds {_some(names)}"
     listed = manifest.get("files")
     others = names - {MANIFEST_NAME, *(listed if isinstance(listed, dict) else ())}
+    if FOLDER in others:
+        others = others - {FOLDER} | {f"{FOLDER}/{name}" for name in foreign_files(output / FOLDER)}
     return f"its {MANIFEST_NAME} does not list {_some(others)}" if others else ""
 
 

@@ -1,11 +1,16 @@
-"""What is inside a bundle, as data and in words: `eagle3 inspect`. Reads only its manifest."""
+"""What is inside a bundle, as data and in words: `eagle3 inspect`.
+
+Reads its manifest and what its plan files say of themselves; needs no engine package.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eagle3.plans.plan import TreePlan
+from eagle3.plans.tensorrt_files import PlanFile, plan_files, stale_sources
+from eagle3.plans.tensorrt_request import Profile
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.manifest import Convention, DraftInfo, engine_name
 
@@ -31,6 +36,7 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "generation": data["generation"],
         "self_check": data["self_check"],
         "files": data["files"],
+        "plan_files": [plan_file_json(each, bundle) for each in plan_files(bundle.root)],
     }
 
 
@@ -44,6 +50,7 @@ def description_lines(bundle: Bundle) -> list[str]:
         ("plan", _plan_text(bundle)),
         *(("engine", f"{name}: {as_text(n)}") for name, n in engine_bytes(bundle).items()),
         *(("cache", f"{name}: {as_text(n)}") for name, n in cache_bytes(bundle).items()),
+        *(("plan file", _plan_file_text(each, bundle)) for each in plan_files(bundle.root)),
         ("tokenizer", _tokenizer_text(bundle)),
         *self_check_rows(bundle),
         ("made by", ", ".join(f"{k} {v}" for k, v in manifest.created_by.items())),
@@ -55,6 +62,39 @@ def description_lines(bundle: Bundle) -> list[str]:
 def export_lines(bundle: Bundle) -> list[str]:
     """What an export ends with: where, how large, and what was measured."""
     return _aligned([("bundle", _size_text(bundle)), *self_check_rows(bundle)])
+
+
+def plan_file_lines(files: Sequence[PlanFile]) -> list[str]:
+    """What a build ends with: each plan file in words."""
+    return _aligned([("plan file", _plan_file_text(each)) for each in files])
+
+
+def plan_file_json(plan_file: PlanFile, bundle: Bundle | None = None) -> dict[str, Any]:
+    """What a plan file says of itself, where it lies, and whether it is of other graphs."""
+    stale = {} if bundle is None else {"stale": bool(stale_sources(bundle, plan_file))}
+    return {"path": str(plan_file.path), **stale, **plan_file.to_json()}
+
+
+def _plan_file_text(plan_file: PlanFile, bundle: Bundle | None = None) -> str:
+    counts, rows = plan_file.counts, ", ".join(map(_rows_text, plan_file.profiles))
+    layers = (
+        f"; {counts.cache_updates} caches written in place, {counts.fused_attentions} of"
+        f" {counts.attentions} attentions fused"
+    )
+    stale = "" if bundle is None else ", ".join(stale_sources(bundle, plan_file))
+    return (
+        f"{plan_file.engine}: {as_text(plan_file.size)} for compute capability"
+        f" {plan_file.compute_capability} ({plan_file.library} {plan_file.library_version}, built"
+        f" in {plan_file.build_seconds:.1f} s); {rows}{layers if counts.attentions else ''}"
+        f"{f'; STALE, made from another {stale}: build it again' if stale else ''}"
+    )
+
+
+def _rows_text(profile: Profile) -> str:
+    """The rows of its calls, [B, rows, ...] in the inputs that have them."""
+    ranges = [each for each in profile.ranges.values() if len(each[0]) > 1]
+    rows = f" {ranges[0][0][1]}-{ranges[0][2][1]} rows" if ranges else ""
+    return f"{profile.name}{rows}"
 
 
 def size_bytes(bundle: Bundle) -> int:

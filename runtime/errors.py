@@ -7,6 +7,7 @@ Eagle3Error
 ├── RequestError         a request that cannot be served as asked (prompt, sampling option)
 │   └── PromptTooLong    the prompt does not fit the context
 ├── EngineError          an engine failed or returned numbers that are not numbers
+├── BuildError           a plan file that cannot be built, or not be used here
 ├── DataError            training data that cannot be read, written or used
 ├── TrainingError        a training run that cannot start, resume or go on
 └── ExportError          an export cannot be done
@@ -45,6 +46,10 @@ class PromptTooLong(RequestError):
 
 class EngineError(Eagle3Error):
     """An engine failed while running."""
+
+
+class BuildError(Eagle3Error):
+    """A TensorRT plan file cannot be built, or cannot be used on this machine."""
 
 
 class DataError(Eagle3Error):

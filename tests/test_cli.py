@@ -750,5 +750,5 @@ def test_export_for_real(llama_folder: Path, tmp_path: Path) -> None:
 
 def test_commands_are_those_that_were_promised() -> None:
     assert isinstance(cli.main, click.Group)
-    stages = {"export", "run", "chat", "verify", "inspect", "doctor", "train", "plan"}
+    stages = {"export", "run", "chat", "verify", "inspect", "doctor", "train", "plan", "build"}
     assert set(cli.main.commands) == stages

@@ -1,0 +1,206 @@
+"""Reads an ONNX graph before TensorRT does, and refuses what TensorRT would get wrong in silence.
+
+Some of these TensorRT ignores (a window, a padded length), some turn a cache update into a copy of
+the cache, some it refuses with a message that does not name the node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from eagle3.runtime.errors import BuildError
+
+MAX_OPSET = 24
+_CACHE_TYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
+_SHOWN = 4
+# Positions of Attention's inputs.
+_MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
+
+Fault = tuple[str, str]
+"""What is wrong with which node, and what to do."""
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What TensorRT must make of a graph.
+
+    aliases: present -> past, tensors that share one address. files: the names of its weight files,
+    relative to its folder.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    aliases: Mapping[str, str]
+    num_cache_updates: int
+    num_attentions: int
+    files: tuple[str, ...]
+
+
+def lint_file(path: Path) -> GraphFacts:
+    """Lints the graph at `path`; its weights are not read. Raises BuildError, see `lint`."""
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's own, or the file system's
+        raise BuildError(f"{path} is no ONNX graph that can be read: {error}") from error
+    return lint(model, str(path))
+
+
+def lint(model: onnx.ModelProto, where: str) -> GraphFacts:
+    """Raises BuildError that names every faulty node, why, and what to do."""
+    graph = _Graph(model)
+    faults = [*_model_faults(model, graph), *(f for n in graph.nodes for f in _faults(n, graph))]
+    if faults:
+        shown = "; ".join(f"{what}: {advice}" for what, advice in faults[:_SHOWN])
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise BuildError(f"{where} cannot become a plan file: {shown}{more}")
+    updates = [node for node in graph.nodes if node.op_type == "TensorScatter"]
+    return GraphFacts(
+        inputs=tuple(graph.inputs),
+        outputs=tuple(graph.outputs),
+        aliases={node.output[0]: node.input[0] for node in updates},
+        num_cache_updates=len(updates),
+        num_attentions=sum(node.op_type == "Attention" for node in graph.nodes),
+        files=tuple(sorted(set(_weight_files(model.graph)))),
+    )
+
+
+class _Graph:
+    """Look-ups over a model; the nodes of subgraphs are among `nodes`."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        weights = {tensor.name for tensor in model.graph.initializer}
+        self.inputs = {v.name: v for v in model.graph.input if v.name not in weights}
+        self.outputs = {value.name for value in model.graph.output}
+        self.nodes = [*_nodes(model.graph)]
+        # A Shape reads no element: TensorRT keeps the update in place beside it.
+        readers = (node for node in self.nodes if node.op_type != "Shape")
+        self.uses = Counter(name for node in readers for name in node.input)
+        self._dtypes = _dtypes(model)
+
+    def dtype(self, name: str) -> str | None:
+        """As ONNX names it, FLOAT16; None where it cannot be inferred."""
+        return self._dtypes.get(name)
+
+    def shape(self, name: str) -> list[int | str]:
+        """Of a graph input; a symbolic dimension is its name, "" without one."""
+        dims = self.inputs[name].type.tensor_type.shape.dim
+        return [d.dim_value if d.HasField("dim_value") else str(d.dim_param) for d in dims]
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
+                yield from _nodes(inner)
+
+
+def _dtypes(model: onnx.ModelProto) -> dict[str, str]:
+    """Tensor -> element type, where ONNX's own inference tells it."""
+    try:
+        graph = onnx.shape_inference.infer_shapes(model).graph
+    except Exception:  # an operator it does not know: what the graph says of itself remains
+        graph = model.graph
+    name_of = onnx.TensorProto.DataType.Name
+    values = (*graph.input, *graph.output, *graph.value_info)
+    known = {v.name: v.type.tensor_type.elem_type for v in values}
+    known |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    return {name: name_of(dtype) for name, dtype in known.items() if dtype}
+
+
+def _weight_files(graph: onnx.GraphProto) -> Iterator[str]:
+    for tensor in graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                yield entry.value
+
+
+def _model_faults(model: onnx.ModelProto, graph: _Graph) -> Iterator[Fault]:
+    for opset in model.opset_import:
+        if opset.domain in ("", "ai.onnx") and opset.version > MAX_OPSET:
+            yield f"its opset is {opset.version}", f"export it with opset {MAX_OPSET}"
+    foreign = [node for node in graph.nodes if node.domain not in ("", "ai.onnx")]
+    if foreign:
+        names = ", ".join(sorted({f"{node.domain}.{node.op_type}" for node in foreign})[:3])
+        yield (
+            f"{_name(foreign[0])} is one of {len(foreign)} nodes of another engine ({names})",
+            "export the bundle again with --lowering portable",
+        )
+
+
+def _name(node: onnx.NodeProto) -> str:
+    return f"{node.op_type} node {node.name or (node.output[0] if node.output else '')!r}"
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
+
+
+def _faults(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
+    if node.domain in ("", "ai.onnx"):
+        if node.op_type == "TensorScatter":
+            yield from ((f"{_name(node)} {what}", how) for what, how in _scatter(node, graph))
+        if node.op_type == "Attention":
+            yield from ((f"{_name(node)} {what}", how) for what, how in _attention(node, graph))
+
+
+def _scatter(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
+    """What keeps a TensorScatter from becoming a KVCacheUpdate, which writes in place."""
+    attributes = _attributes(node)
+    mode = attributes.get("mode", b"linear").decode()
+    if mode != "linear":
+        yield f"has mode {mode!r}", "TensorRT updates caches in mode 'linear' only"
+    past, present = node.input[0], node.output[0]
+    if past not in graph.inputs:
+        yield f"updates {past!r}, which is no input of the graph", "make the cache an input"
+    else:
+        yield from _cache(past, attributes.get("axis", -2), graph)
+    if graph.uses[past] > 1:
+        yield (
+            f"updates {past!r}, which {graph.uses[past] - 1} other nodes read",
+            f"let them read {present!r}: past and present are one memory",
+        )
+    if present not in graph.outputs:
+        yield f"writes {present!r}, which is no output of the graph", "make it an output"
+
+
+def _cache(past: str, axis: int, graph: _Graph) -> Iterator[Fault]:
+    shape = graph.shape(past)
+    if len(shape) != 4:
+        yield f"updates {past!r} of {len(shape)} dimensions", "a cache is [B, heads, slots, size]"
+    elif not isinstance(shape[2], int):
+        yield f"updates {past!r} with {shape[2] or '?'!r} slots", "make the capacity a number"
+    if axis not in (2, -2):
+        yield f"has axis {axis}", "slots are axis 2 of [B, heads, slots, size]"
+    dtype = graph.dtype(past)
+    if dtype not in _CACHE_TYPES:
+        yield f"updates {past!r} in {dtype}", f"a cache is {', '.join(_CACHE_TYPES)}"
+
+
+def _attention(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
+    """What TensorRT ignores or refuses in an Attention."""
+    given = dict(enumerate(node.input))
+    attributes = _attributes(node)
+    mask = given.get(_MASK, "")
+    if given.get(_PAST_KEY) or given.get(_PAST_VALUE):
+        yield "has past_key or past_value", "write the cache with TensorScatter before it"
+    if given.get(_LENGTHS):
+        yield "has nonpad_kv_seqlen, which TensorRT ignores", "say it in the mask"
+    for name in ("left_window_size", "right_window_size"):
+        if attributes.get(name, -1) != -1:
+            yield f"has {name}, which TensorRT ignores", "say it in the mask"
+    if attributes.get("softcap", 0.0) != 0.0:
+        yield f"has softcap {attributes['softcap']:g}", "TensorRT has none: choose another target"
+    if "softmax_precision" in attributes:
+        yield "has softmax_precision", "leave it out: TensorRT chooses its own"
+    if attributes.get("is_causal", 0) and mask:
+        yield "has is_causal together with a mask", "say it in the mask alone"
+    query, masked = graph.dtype(node.input[0]), graph.dtype(mask) if mask else None
+    if mask and masked != query:
+        yield f"has a mask of {masked} for a query of {query}", "make the mask of the query's type"
