@@ -54,14 +54,6 @@ class Row:
     scale: float = 2.0
     seed: int = 0
 
-    @property
-    def has_experts(self) -> bool:
-        return "num_experts_per_tok" in self.config
-
-    @property
-    def has_window(self) -> bool:
-        return "sliding_window" in self.config
-
 
 _SMOOTH = {"factor": 8.0, "original_max_position_embeddings": 64}
 _LONG = {
