@@ -28,6 +28,7 @@ from eagle3.plans.plan import (
     TreePlan,
     TreeRequest,
 )
+from eagle3.plans.rules import TENSORRT_BACKENDS
 from eagle3.plans.tree_paths import DYNAMIC, STATIC_TREES, read_paths
 from eagle3.runtime.errors import Eagle3Error, ExportError
 from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
@@ -385,15 +386,15 @@ def export(ctx: click.Context, /, **_: Any) -> None:
         _refuse_bundle_options(ctx)
     add = import_stage("eagle3.export.add", "export", ExportError)
     stage = import_stage("eagle3.export.build", "export", ExportError)
-    from eagle3.runtime.describe import export_lines
+    from eagle3.runtime.describe import export_lines, plan_file_lines
 
     if added is None:
         bundle, check = stage.export_bundle(_export_request(ctx), report=note)
     else:
         bundle, check = add.add_draft(_add_request(ctx), report=note)
-    if bundle.manifest.plan.backend.startswith("tensorrt"):
-        build_exported(bundle.root)
     click.echo("\n".join(export_lines(bundle)))
+    if bundle.manifest.plan.backend in TENSORRT_BACKENDS:
+        click.echo("\n".join(plan_file_lines(build_exported(bundle.root))))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
 
@@ -447,7 +448,7 @@ def _implied(ctx: click.Context) -> dict[str, Any]:
     """What follows from options that were typed for those that were not."""
     typed = _typed(ctx)
     implied = {}
-    if typed.get("backend", "").startswith("tensorrt"):
+    if typed.get("backend") in TENSORRT_BACKENDS:
         implied["lowering"] = "portable"
     if typed.get("dtype") == "bfloat16":  # ONNX Runtime's CPU provider has none
         implied["backend"] = "ort-cuda"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -106,6 +106,7 @@ def check_bundle(
         report(f"not compared with PyTorch: {reason}")
         check.engines["skipped"] = reason
         return check
+    bundle = _on_cpu(bundle)
     tokens = _tokens(target, plan.max_seq_len - len(_TREE_PARENTS))
     reference = Reference(target, tokens, bundle.manifest.target.aux_layer_ids)
     tolerance = TOLERANCE[plan.dtype]
@@ -124,6 +125,17 @@ def check_bundle(
     for warning in check.warnings:
         report(f"warning: {warning}")
     return check
+
+
+def _on_cpu(bundle: Bundle) -> Bundle:
+    """The same files for ONNX Runtime's CPU provider, whatever backend they are for."""
+    gpu_alone: dict[str, Any] = {
+        "verify_widths": (),
+        "compute_capability": None,
+        "workspace_bytes": None,
+    }
+    plan = replace(bundle.manifest.plan, backend="ort-cpu", **gpu_alone)
+    return replace(bundle, manifest=replace(bundle.manifest, plan=plan))
 
 
 def _tokens(target: Target, limit: int) -> NDArray[np.int64]:

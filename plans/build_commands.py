@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from eagle3.plans.rules import TENSORRT_BACKENDS
 from eagle3.runtime.errors import BuildError, EngineMissing
 from eagle3.runtime.options import given_fields, json_option, note, parsed, print_result
 
 if TYPE_CHECKING:
     from eagle3.plans.tensorrt_files import PlanFile
     from eagle3.plans.tensorrt_request import BuildRequest
-
-BACKENDS = ("tensorrt", "tensorrt-rtx")
 
 
 def _widths(value: str) -> tuple[int, ...]:
@@ -25,7 +24,9 @@ def _widths(value: str) -> tuple[int, ...]:
 @click.command()
 @click.argument("bundle")
 @click.option(
-    "--backend", type=click.Choice(BACKENDS), help="The library; default: the one installed."
+    "--backend",
+    type=click.Choice(TENSORRT_BACKENDS),
+    help="The library; default: the plan's, or the one there is.",
 )
 @click.option(
     "--compute-capability",
@@ -45,7 +46,7 @@ def _widths(value: str) -> tuple[int, ...]:
     "--plan",
     "preset",
     metavar="NAME|FILE",
-    help="See `eagle3 plan list`, or a .toml file; default: the bundle's own. The options override.",
+    help="See `eagle3 plan list`, or a .toml file; default: the bundle's. Options override.",
 )
 @click.option("--force", is_flag=True, help="Build again what is up to date.")
 @json_option

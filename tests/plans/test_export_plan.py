@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,10 +34,13 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
 
     def fake(request: ExportRequest, report: Any) -> Any:
         requests.append(request)
-        return None, type("Check", (), {"warnings": []})
+        bundle = SimpleNamespace(manifest=SimpleNamespace(plan=request.plan), root=request.output)
+        return bundle, SimpleNamespace(warnings=[])
 
     monkeypatch.setattr(build, "export_bundle", fake)
     monkeypatch.setattr(describe, "export_lines", lambda _: [])
+    monkeypatch.setattr(cli, "build_exported", lambda root: [f"built {root}"])
+    monkeypatch.setattr(describe, "plan_file_lines", lambda files: files)
     return requests
 
 
@@ -44,7 +48,8 @@ EXPORT = ("export", "--target", "org/t", "--draft", "none", "-o", "out")
 
 
 def test_export_takes_a_preset(exported: list[ExportRequest]) -> None:
-    assert call(*EXPORT, "--plan", "jetson-thor").exit_code == 0
+    result = call(*EXPORT, "--plan", "jetson-thor")
+    assert result.exit_code == 0 and "built out" in result.stdout
     assert exported[0].plan == load_preset("jetson-thor").plan
 
 
@@ -70,4 +75,4 @@ def test_an_option_that_contradicts_a_preset_is_refused() -> None:
 def test_what_nothing_builds_is_refused_before_any_work() -> None:
     plan = Plan(batch=2, draft_weights="int8")
     with pytest.raises(PlanError, match="batch is 2, but every backend drafts for one"):
-        export_bundle(ExportRequest("no/target", None, Path("out"), plan))
+        export_bundle(ExportRequest("no/target", (), Path("out"), plan))

@@ -118,7 +118,8 @@ def test_what_may_not_be_used_is_refused_with_the_command(
 def test_one_for_another_gpu_is_refused_with_the_command(built: Bundle) -> None:
     with pytest.raises(
         BuildError,
-        match=r"no plan file of target, eagle3.draft_fuse, eagle3.draft, eagle3.draft_tree for tensorrt-rtx 1.7.1.116 on a GPU of"
+        match=r"no plan file of target, eagle3.draft_fuse, eagle3.draft, eagle3.draft_tree for"
+        r" tensorrt-rtx 1.7.1.116 on a GPU of"
         r" compute capability 8.6 \(it has some for tensorrt-rtx on 8.9\): run `eagle3 build"
         rf" {built.root} --backend tensorrt-rtx --compute-capability 8.6`",
     ):
@@ -189,12 +190,12 @@ def test_what_no_build_wrote_is_seen(built: Bundle) -> None:
 def test_inspect_shows_them(built: Bundle) -> None:
     plan_file(built, "eagle3.draft", sources={"eagle3.draft.onnx": "2" * 64})
     lines = [line for line in description_lines(built) if line.startswith("plan file")]
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert (
         "target: 14 bytes for compute capability 8.9 (tensorrt-rtx 1.7.1.116, built in 1.2 s);"
         " verify 1-33 rows, prefill 1-16 rows; 2 caches written in place, 1 of 1 attentions fused"
-    ) in lines[2]
+    ) in lines[3]
     assert "STALE, made from another eagle3.draft.onnx: build it again" in lines[0]
     files = json.loads(json.dumps(describe(built)))["plan_files"]
-    assert [each["stale"] for each in files] == [True, False, False]
+    assert [each["stale"] for each in files] == [True, False, False, False]
     assert files[2]["path"].endswith("target.plan") and files[2]["aliases"]
