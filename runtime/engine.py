@@ -17,6 +17,7 @@ from eagle3.runtime.chat import ChatTemplate, Prompt, encode_prompt, load_tokeni
 from eagle3.runtime.decode import Decoding, Round
 from eagle3.runtime.drafters import DRAFTERS, Drafter, available, build
 from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
+from eagle3.runtime.host_rounds import HostRounds
 from eagle3.runtime.pace import Pace, PlainCost
 from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
@@ -258,9 +259,7 @@ class Engine:
         eos = self.bundle.manifest.generation.eos_token_ids
         rule = AcceptanceRule(request.params, self._history, request.num_logprobs)
         return Decoding(
-            target=self.target,
-            drafter=self.drafter(request.drafter),
-            rule=rule,
+            engine=HostRounds(self.target, self.drafter(request.drafter), rule),
             sequence=TokenSequence(limit, eos, TextStream(self.tokenizer, request.stop)),
             history=self._history,
             tree=request.tree,
