@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
 from eagle3.runtime.host_rounds import HostRounds
 from eagle3.runtime.pace import Pace, PlainCost
 from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
+from eagle3.runtime.rounds import RoundEngine
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
 from eagle3.runtime.sampling import TokenHistory
 from eagle3.runtime.sequence import FinishReason, TokenSequence
@@ -28,9 +29,12 @@ from eagle3.runtime.stats import Stats, StatsRecorder
 from eagle3.runtime.target import TargetEngine
 from eagle3.runtime.text import TextStream
 
+if TYPE_CHECKING:
+    from eagle3.runtime.gpu.device import Device
+
 DEFAULT_MAX_NEW_TOKENS = 256
 MAX_LOGPROBS = 20
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -101,27 +105,40 @@ class Request:
 
 
 class Engine:
-    """A loaded bundle. `load` makes one; requests of several threads take turns."""
+    """A loaded bundle. `load` makes one; requests of several threads take turns.
 
-    def __init__(self, bundle: Bundle, threads: int) -> None:
+    device: the bundle on a GPU, which then runs every round; None: ONNX Runtime on the CPU.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int, device: Device | None = None) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
         self.plan = manifest.plan
         self._threads = threads
-        self._clock = Clock()
+        self._clock = Clock() if device is None else device.clock
         self._plain_cost = PlainCost()
-        self.target = TargetEngine(bundle, threads, self._clock)
+        self.device = device
+        self._target = None if device else TargetEngine(bundle, threads, self._clock)
         self._drafters: dict[str, Drafter] = {}
         self._history = TokenHistory(manifest.target.vocab_size)
         self.tokenizer = load_tokenizer(bundle)
         self.chat_template = _chat_template(bundle)
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
-        self.drafter(self.default_drafter)
+        if device is None:
+            self.drafter(self.default_drafter)
+
+    @property
+    def target(self) -> TargetEngine:
+        """The target on the CPU."""
+        assert self._target is not None, "the target is on the GPU"
+        return self._target
 
     @property
     def drafters(self) -> list[str]:
         """The names a request may ask for, the default first."""
+        if self.device is not None and not self.device.drafts:
+            return ["none"]
         return available(self.bundle)
 
     @property
@@ -212,9 +229,9 @@ class Engine:
             raise RequestError(f"chat is {chat!r}: give True or False")
         vocab_size = self.bundle.manifest.target.vocab_size
         ids = encode_prompt(prompt, self.tokenizer, self.chat_template, chat, vocab_size)
-        if len(ids) > self.target.capacity:
+        if len(ids) > self.plan.max_seq_len:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, the bundle's context is {self.target.capacity}"
+                f"the prompt has {len(ids)} tokens, the bundle's context is {self.plan.max_seq_len}"
                 "; shorten it, or export with a larger --max-seq-len"
             )
         return ids
@@ -254,12 +271,11 @@ class Engine:
         yield _chunk(each, result) if texts else Chunk("", [], reason, logprobs, result)
 
     def _decoding(self, request: Request) -> Decoding:
-        capacity = self.target.capacity
-        limit = min(request.max_new_tokens, capacity - len(request.prompt_ids))
+        limit = min(request.max_new_tokens, self.plan.max_seq_len - len(request.prompt_ids))
         eos = self.bundle.manifest.generation.eos_token_ids
         rule = AcceptanceRule(request.params, self._history, request.num_logprobs)
         return Decoding(
-            engine=HostRounds(self.target, self.drafter(request.drafter), rule),
+            engine=self._rounds(request.drafter, rule),
             sequence=TokenSequence(limit, eos, TextStream(self.tokenizer, request.stop)),
             history=self._history,
             tree=request.tree,
@@ -268,6 +284,13 @@ class Engine:
             cancel=request.cancel,
             stats=StatsRecorder(),
         )
+
+    def _rounds(self, drafter: str, rule: AcceptanceRule) -> RoundEngine:
+        if self.device is None:
+            return HostRounds(self.target, self.drafter(drafter), rule)
+        from eagle3.runtime.gpu.rounds import DeviceRounds
+
+        return DeviceRounds(self.device, rule, drafts=drafter != "none")
 
     def turn(self) -> _Turn:
         """A context in which this thread has the engines for itself; requests wait."""
@@ -292,7 +315,10 @@ class Engine:
 
     def _tree(self, sizes: Mapping[str, int | None]) -> TreePlan:
         try:
-            return self.plan.override(**sizes)
+            tree = self.plan.override(**sizes)
+            if self.device is not None:
+                self.device.check_tree(tree)
+            return tree
         except PlanError as error:
             raise RequestError(str(error)) from error
 
