@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 256
 MAX_LOGPROBS = 20
-DEVICES = ("cpu", "cuda")
+BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("tensorrt", "tensorrt-rtx")}
+"""Device -> what may run the engines on it, the default first."""
 
 
 @dataclass(frozen=True)
@@ -353,18 +354,34 @@ class _Turn:
 
 
 def load(
-    path: str | os.PathLike[str], *, threads: int | None = None, device: str = "cpu"
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    device: str = "cpu",
+    backend: str | None = None,
 ) -> Engine:
     """Opens the bundle folder at `path` and loads its engines.
 
-    threads: of each engine, by default the cores this process may use. device: "cpu".
-    Raises BundleError, EngineMissing, RequestError.
+    threads: of each engine on the CPU, by default the cores this process may use. device: "cpu" or
+    "cuda". backend: what runs the engines there, see BACKENDS; by default the first.
+    Raises BundleError, EngineMissing, DeviceError, PlanError, RequestError.
     """
-    if device not in DEVICES:
+    if device not in BACKENDS:
         raise RequestError(
-            f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}"
+            f"device '{device}' is not supported, choose one of {', '.join(BACKENDS)}"
         )
-    return Engine(Bundle.open(path), checked_threads(threads))
+    backend = BACKENDS[device][0] if backend is None else backend
+    if backend not in BACKENDS[device]:
+        raise RequestError(
+            f"backend '{backend}' does not run on device {device}, choose one of"
+            f" {', '.join(BACKENDS[device])}"
+        )
+    bundle, threads = Bundle.open(path), checked_threads(threads)
+    if device == "cpu":
+        return Engine(bundle, threads)
+    from eagle3.runtime.gpu.load import load_device
+
+    return Engine(bundle, threads, load_device(bundle, backend))
 
 
 def _chat_template(bundle: Bundle) -> ChatTemplate | None:

@@ -40,19 +40,15 @@ _DTYPES = {
 class PlanFile:
     """A compiled engine on disk and what it was built with.
 
-    backend: a key of LIBRARIES. compute_capability: of the GPU it is for, as "8.9"; several where
-    the builder was given several.
+    backend: a key of LIBRARIES. compute_capability: of the GPU it is for, as "8.9". rebuild: the
+    command that builds it again.
     """
 
     path: Path
     backend: str
     library_version: str
-    compute_capability: tuple[str, ...]
-
-    @property
-    def rebuild(self) -> str:
-        """What to do about a file that cannot be used."""
-        return f"rebuild it on this machine: eagle3 build {self.path.parent} --plan PLAN"
+    compute_capability: str
+    rebuild: str
 
 
 class TensorRT:
@@ -195,7 +191,7 @@ class PlanEngine:
         if ask is not None and not ask(self._driver.stream):
             raise EngineError(
                 f"engine '{self.name}' ({self._file.path}) has layers that no CUDA graph can hold;"
-                f" {self._file.rebuild}"
+                f" run `{self._file.rebuild}`"
             )
 
     def _must(self, accepted: bool, what: str) -> None:
@@ -212,7 +208,7 @@ class PlanEngine:
         name, shape = next(iter(shapes.items()))
         raise EngineError(
             f"no profile of engine '{self.name}' takes {name} {list(shape)} and what goes with it;"
-            f" {self._file.rebuild}"
+            f" run `{self._file.rebuild}`"
         )
 
     def _holds(self, profile: int, name: str, shape: Shape) -> bool:
@@ -261,17 +257,17 @@ def _refuse_foreign(name: str, file: PlanFile, library: TensorRT, driver: Driver
     if file.backend != library.backend:
         raise BundleError(
             f"{where} was built by {file.backend}, {library.backend} was asked for: load it with"
-            f" backend='{file.backend}', or {file.rebuild}"
+            f" backend='{file.backend}', or run `{file.rebuild}`"
         )
-    if driver.compute_capability not in file.compute_capability:
+    if driver.compute_capability != file.compute_capability:
         raise BundleError(
-            f"{where} was built for compute capability {', '.join(file.compute_capability)},"
-            f" {driver.device_name} has {driver.compute_capability}; {file.rebuild}"
+            f"{where} was built for compute capability {file.compute_capability},"
+            f" {driver.device_name} has {driver.compute_capability}: run `{file.rebuild}`"
         )
     if file.library_version != library.version:
         raise BundleError(
             f"{where} was built by {file.backend} {file.library_version}, installed is"
-            f" {library.version}; {file.rebuild}"
+            f" {library.version}: run `{file.rebuild}`"
         )
 
 
@@ -284,7 +280,7 @@ def _deserialized(name: str, file: PlanFile, library: TensorRT) -> Any:
     if engine is None:
         raise BundleError(
             f"engine '{name}' ({file.path}) cannot be loaded: {library.last_complaint()};"
-            f" {file.rebuild}"
+            f" run `{file.rebuild}`"
         )
     return engine
 
@@ -304,12 +300,12 @@ def _compare(
             has = "none of that name" if own is None else _say(own)
             raise BundleError(
                 f"engine '{name}' ({file.path}): {kind} {_say(spec)} is asked for by the manifest,"
-                f" the plan file has {has}; {file.rebuild}"
+                f" the plan file has {has}: run `{file.rebuild}`"
             )
     if left:
         raise BundleError(
             f"engine '{name}' ({file.path}): {kind} {_say(next(iter(left.values())))} is unknown to"
-            f" the manifest; {file.rebuild}"
+            f" the manifest: run `{file.rebuild}`"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import tiny
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from programs import DraftTreeProgram, TargetProgram, programs_of, write_plan_files  # noqa: E402
-from stand_in import StandInDriver, StandInTensorRT  # noqa: E402
+from programs import OnnxProgram, programs_of, write_plan_files  # noqa: E402
+from stand_in import Program, StandInDriver, StandInTensorRT  # noqa: E402
 
 import eagle3  # noqa: E402
 from eagle3.runtime.bundle import Bundle  # noqa: E402
@@ -41,24 +41,28 @@ class OnDevice:
     programs: dict[str, Any]
 
     @property
-    def target(self) -> TargetProgram:
+    def target(self) -> OnnxProgram:
         return self.programs["target"]  # type: ignore[no-any-return]
-
-    @property
-    def draft(self) -> DraftTreeProgram:
-        return self.programs["draft_tree"]  # type: ignore[no-any-return]
 
 
 def on_device(
-    bundle: Bundle, folder: Path, driver: StandInDriver | None = None, **options: Any
+    bundle: Bundle,
+    folder: Path,
+    driver: StandInDriver | None = None,
+    engines: Sequence[str] = ("target", "draft_tree"),
+    grow: Callable[[Program], Program] = lambda own: own,
+    **options: Any,
 ) -> OnDevice:
     driver = driver or StandInDriver()
-    programs = programs_of(bundle)
+    """grow: wraps the growth of the draft's tree."""
+    programs = {name: each for name, each in programs_of(bundle).items() if name in engines}
+    if "draft_tree" in programs:
+        programs["draft_tree"] = grow(programs["draft_tree"])
     files = write_plan_files(bundle, programs, folder)
     library = TensorRT("tensorrt", StandInTensorRT(driver, programs))
     kernels = Kernels(driver, b"")
-    engines = load_engines(bundle.manifest, files, library, driver)
-    device = Device(engines, driver, kernels, Clock(), **options)
+    loaded = load_engines(bundle.manifest, files, library, driver)
+    device = Device(loaded, driver, kernels, Clock(), **options)
     return OnDevice(eagle3.Engine(bundle, 1, device), driver, dict(programs))
 
 

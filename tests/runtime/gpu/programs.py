@@ -17,6 +17,7 @@ from eagle3.runtime.gpu.buffers import bound_draft_tree
 from eagle3.runtime.gpu.halves import DRAFT_TREE, TARGET
 from eagle3.runtime.gpu.tensorrt_engine import PlanFile
 from eagle3.runtime.manifest import TensorSpec
+from eagle3.runtime.session import Bound
 from eagle3.runtime.target import bound_target
 from eagle3.runtime.tree import DynamicTree
 
@@ -50,16 +51,18 @@ def aliases(outputs: Sequence[Tensor]) -> dict[str, str]:
     return {name: name.replace("present_", "past_") for name in names}
 
 
-class TargetProgram:
-    def __init__(self, bundle: Bundle) -> None:
-        bound = bound_target(bundle.manifest)
+class OnnxProgram:
+    """An engine of the bundle; widths: N of the calls so far."""
+
+    def __init__(self, bundle: Bundle, name: str, bound: Bound) -> None:
         self.inputs, self.outputs = tensors([*bound.inputs]), tensors([*bound.outputs])
         self.aliases = aliases(self.outputs)
-        self._session = session(bundle.path("target.onnx"))
-        self.widths: list[int] = []  # of the calls so far
+        self._session = session(bundle.path(bundle.manifest.engines[name].file))
+        self._rows = next(t.name for t in self.inputs if "N" in t.shape)
+        self.widths: list[int] = []
 
     def run(self, arrays: Arrays) -> None:
-        self.widths.append(arrays["input_ids"].shape[1])
+        self.widths.append(arrays[self._rows].shape[1])
         inputs, outputs = ({t.name: arrays[t.name] for t in x} for x in (self.inputs, self.outputs))
         run_onnx(self._session, inputs, outputs)
 
@@ -155,8 +158,13 @@ class DraftTreeProgram:
 
 
 def programs_of(bundle: Bundle) -> dict[str, Program]:
-    found: dict[str, Program] = {TARGET: TargetProgram(bundle)}
-    if bundle.manifest.draft is not None:
+    """The engines' own files; a bundle whose export left no `draft_tree` gets the one in numpy."""
+    manifest = bundle.manifest
+    found: dict[str, Program] = {TARGET: OnnxProgram(bundle, TARGET, bound_target(manifest))}
+    if manifest.draft is not None and DRAFT_TREE in manifest.engines:
+        bound = bound_draft_tree(manifest, manifest.draft, manifest.plan.tree.num_draft_tokens + 1)
+        found[DRAFT_TREE] = OnnxProgram(bundle, DRAFT_TREE, bound)
+    elif manifest.draft is not None:
         found[DRAFT_TREE] = DraftTreeProgram(bundle)
     return found
 
@@ -189,7 +197,8 @@ def write_plan_files(
             "path": path,
             "backend": "tensorrt",
             "library_version": "99.1",
-            "compute_capability": ("8.9",),
+            "compute_capability": "8.9",
+            "rebuild": "eagle3 build BUNDLE",
         }
         files[name] = PlanFile(**{**fields, **changes})
     return files
