@@ -190,6 +190,25 @@ class Device:
         self._halves.clear()
         self.driver.synchronize()
 
+    def half_ms(self, width: int | None, repeats: int = 20) -> float:
+        """Milliseconds on the device of one target half of a width, or, with None, of one draft
+        half: what a round costs without the host. Between requests only; it forgets the sequence.
+        """
+        halves, draft = self._halves, self._halves.draft
+        self.start(np.zeros(1, np.int64))
+        self.set_round(self.num_nodes, False)
+        graph = halves.draft_graph if width is None else halves.target_graphs[width]
+        assert graph is not None
+        halves.staging.last_row_value[0] = 1
+        start = self.driver.mark()
+        for _ in range(repeats):
+            if width is None and draft is not None:
+                self.driver.upload(draft.num_rows, halves.staging.last_row, 8)
+            graph.replay()
+        end = self.driver.mark()
+        self.driver.synchronize()
+        return self.driver.elapsed_ms(start, end) / repeats
+
     def timed_since(self, start_ns: int) -> None:
         """Counts the time from `start_ns` on as time inside engines."""
         self.clock.engine_ns += time.perf_counter_ns() - start_ns
