@@ -131,16 +131,18 @@ class Engine:
 
     @property
     def target(self) -> TargetEngine:
-        """The target on the CPU."""
-        assert self._target is not None, "the target is on the GPU"
+        """The target on the CPU. Raises RequestError where it is on a GPU."""
+        if self._target is None:
+            raise RequestError(
+                "this reads the target call by call, which a GPU does not give: load the bundle"
+                " with device 'cpu'; bench/gpu_check.py checks one on a GPU"
+            )
         return self._target
 
     @property
     def drafters(self) -> list[str]:
         """The names a request may ask for, the default first."""
-        if self.device is not None and not self.device.drafts:
-            return ["none"]
-        return available(self.bundle)
+        return available(self.bundle) if self.device is None else list(self.device.drafters)
 
     @property
     def default_drafter(self) -> str:
@@ -363,15 +365,15 @@ def load(
     """Opens the bundle folder at `path` and loads its engines.
 
     threads: of each engine on the CPU, by default the cores this process may use. device: "cpu" or
-    "cuda". backend: what runs the engines there, see BACKENDS; by default the first.
+    "cuda". backend: what runs the engines there, see BACKENDS; by default what the bundle was
+    planned or built for.
     Raises BundleError, EngineMissing, DeviceError, PlanError, RequestError.
     """
     if device not in BACKENDS:
         raise RequestError(
             f"device '{device}' is not supported, choose one of {', '.join(BACKENDS)}"
         )
-    backend = BACKENDS[device][0] if backend is None else backend
-    if backend not in BACKENDS[device]:
+    if backend is not None and backend not in BACKENDS[device]:
         raise RequestError(
             f"backend '{backend}' does not run on device {device}, choose one of"
             f" {', '.join(BACKENDS[device])}"

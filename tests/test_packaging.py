@@ -26,6 +26,7 @@ def sources() -> Iterator[str]:
     for folder in sorted(path for path in ROOT.iterdir() if path.is_dir()):
         if folder.name not in NOT_SHIPPED and not folder.name.startswith("."):
             yield from (str(path.relative_to(ROOT)) for path in folder.rglob("*.py"))
+            yield from (str(path.relative_to(ROOT)) for path in folder.rglob("*.cu"))
 
 
 def _can_build() -> bool:

@@ -60,6 +60,12 @@ class Device:
         """Whether there is a draft to grow trees with."""
         return self._halves.draft is not None
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names a request may ask for, the default first."""
+        info = self._engines.manifest.draft
+        return ("none",) if info is None or not self.drafts else (info.method, "none")
+
     def check_tree(self, tree: TreePlan) -> None:
         """Raises PlanError for a tree that the compiled growth cannot grow: its shape is fixed, and
         a request may only ask for fewer of its nodes."""

@@ -15,15 +15,30 @@ from eagle3.runtime.gpu.device import Device
 from eagle3.runtime.gpu.driver import Driver
 from eagle3.runtime.gpu.halves import DRAFT_TREE, TARGET, load_engines
 from eagle3.runtime.gpu.kernels import Kernels, compile_kernels
-from eagle3.runtime.gpu.tensorrt_engine import PlanFile, TensorRT
+from eagle3.runtime.gpu.tensorrt_engine import LIBRARIES, PlanFile, TensorRT
 from eagle3.runtime.session import Clock
+
+PLANS = "plans"
+"""The folder of a bundle that holds plan files: a folder for each library and GPU."""
+
+
+def default_backend(bundle: Bundle) -> str:
+    """The backend that the bundle was planned for, or has plan files of; else the first."""
+    if bundle.manifest.plan.backend in LIBRARIES:
+        return bundle.manifest.plan.backend
+    built = (name for name in LIBRARIES if list((bundle.root / PLANS).glob(f"{name}-sm*")))
+    return next(built, next(iter(LIBRARIES)))
 
 
 def load_device(
-    bundle: Bundle, backend: str, driver: Driver | None = None, library: TensorRT | None = None
+    bundle: Bundle,
+    backend: str | None = None,
+    driver: Driver | None = None,
+    library: TensorRT | None = None,
 ) -> Device:
     """The bundle on the first GPU. Raises DeviceError, EngineMissing, BundleError, PlanError."""
     plan = bundle.manifest.plan
+    backend = default_backend(bundle) if backend is None else backend
     if plan.lowering != "portable":
         raise PlanError(
             f"{bundle.root} was exported with lowering {plan.lowering}, {backend} runs portable:"
@@ -42,13 +57,13 @@ def find_plan_files(bundle: Bundle, library: TensorRT, driver: Driver) -> dict[s
     Raises BundleError, naming what there is instead, when the target has none.
     """
     capability = driver.compute_capability
-    folder = bundle.root / "plans" / f"{library.backend}-sm{capability.replace('.', '')}"
+    folder = bundle.root / PLANS / f"{library.backend}-sm{capability.replace('.', '')}"
     rebuild = f"eagle3 build {bundle.root} --backend {library.backend}"
     rebuild += f" --compute-capability {capability}"
     notes = {name: folder / f"{name}.json" for name in (TARGET, DRAFT_TREE)}
     files = {name: _read(note, rebuild) for name, note in notes.items() if note.is_file()}
     if TARGET not in files:
-        others = sorted(each.name for each in (bundle.root / "plans").glob("*-sm*"))
+        others = sorted(each.name for each in (bundle.root / PLANS).glob("*-sm*"))
         has = f" (it has {', '.join(others)})" if others else ""
         raise BundleError(
             f"{bundle.root} has no plan file of the target for {library.backend} on"

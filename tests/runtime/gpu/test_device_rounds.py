@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import OnDevice, on_device
+from cuda_on_host import COMPILER, compile_for_host
 from numpy.typing import NDArray
 from programs import Arrays
-from stand_in import Program
+from stand_in import Program, StandInDriver
 
 import eagle3
 from eagle3.runtime.bundle import Bundle
@@ -112,6 +113,21 @@ def test_accepted_branches_are_kept(
     if rule:
         text = cpu.generate(PROMPT, drafter="none", **options).token_ids
         grow._text = PROMPT + text
+    found = own.engine.generate(PROMPT, drafter="eagle3", **options)
+    assert found.token_ids == text
+    assert found.stats.acceptance_length > 2
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("rule", [{}, RULES[1]])
+def test_the_cuda_source_itself_gives_the_same_text(
+    portable: Bundle, cpu: eagle3.Engine, tmp_path: Path, rule: dict[str, Any]
+) -> None:
+    """kernels.cu in the place of its numpy version, for whole requests."""
+    options = {"max_new_tokens": 40, **NO_EOS, **rule}
+    text = cpu.generate(PROMPT, drafter="none", **options).token_ids
+    driver = StandInDriver(kernels=lambda _: compile_for_host(tmp_path))
+    own = on_device(portable, tmp_path, driver, grow=lambda own: Forking(own, PROMPT + text))
     found = own.engine.generate(PROMPT, drafter="eagle3", **options)
     assert found.token_ids == text
     assert found.stats.acceptance_length > 2

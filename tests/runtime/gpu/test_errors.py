@@ -28,7 +28,7 @@ from eagle3.runtime.errors import (
 )
 from eagle3.runtime.gpu.device import default_widths
 from eagle3.runtime.gpu.halves import load_engines
-from eagle3.runtime.gpu.load import find_plan_files, load_device
+from eagle3.runtime.gpu.load import default_backend, find_plan_files, load_device
 from eagle3.runtime.gpu.tensorrt_engine import PlanEngine, TensorRT
 
 BAD = 30  # a token whose embedding is NaN
@@ -173,6 +173,18 @@ def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle, tmp_path: P
     message = r"no plan file of the target for tensorrt on a stand-in, compute capability 8.9: run"
     with pytest.raises(BundleError, match=message):
         load_device(portable, "tensorrt", setup.driver, setup.library)
+
+
+def test_the_backend_is_what_the_bundle_was_built_for(portable: Bundle, tmp_path: Path) -> None:
+    copy = tiny.edited_bundle(portable, tmp_path / "bundle")
+    assert default_backend(copy) == "tensorrt"
+    (copy.root / "plans" / "tensorrt-rtx-sm89").mkdir(parents=True)
+    assert default_backend(copy) == "tensorrt-rtx"
+
+
+def test_what_only_the_cpu_can_do_is_refused_by_name(device: OnDevice) -> None:
+    with pytest.raises(RequestError, match="load the bundle with device 'cpu'"):
+        _ = device.engine.target
 
 
 def test_plan_files_are_found_beside_the_bundle(portable: Bundle, tmp_path: Path) -> None:
