@@ -175,7 +175,9 @@ class CudaDriver:
         return float(self.call("cuEventElapsedTime", start, end))
 
     def close(self) -> None:
-        """Frees everything, newest first; after an error of the device itself nothing can be."""
+        """Frees everything, newest first; a second time there is nothing left to free."""
+        if not self._cleanup:
+            return
         self.attach()
         self._cuda.cuStreamSynchronize(self.stream_handle)
         while self._cleanup:

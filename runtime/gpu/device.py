@@ -88,7 +88,6 @@ class Device:
     def start(self, prompt: Int64s) -> None:
         """Waits for what a request before left behind, and forgets its sequence; keeps the prompt's
         ids [P] for `run_chunk`."""
-        self.driver.attach()
         self.driver.synchronize()
         self._halves.staging.prompt_ids[: len(prompt)] = prompt
         self.driver.fill_zero(self._halves.own.past_len, 8)

@@ -6,6 +6,7 @@ What is missing is said before anything large is read: no driver, no GPU, no lib
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 from eagle3.runtime.bundle import Bundle
@@ -48,7 +49,10 @@ def load_device(
     library = TensorRT(backend) if library is None else library
     files = find_plan_files(bundle, library, driver)
     kernels = Kernels(driver, compile_kernels(driver.compute_capability))
-    return Device(load_engines(bundle.manifest, files, library, driver), driver, kernels, Clock())
+    engines = load_engines(bundle.manifest, files, library, driver)
+    device = Device(engines, driver, kernels, Clock())
+    weakref.finalize(device, driver.close)  # its memory goes with it, not with the process
+    return device
 
 
 def find_plan_files(bundle: Bundle, library: TensorRT, driver: Driver) -> dict[str, PlanFile]:

@@ -62,6 +62,7 @@ class DeviceRounds:
 
     def start(self, prompt: Int64s) -> None:
         """Forgets the sequence before."""
+        self._device.driver.attach()
         self._device.start(prompt)
         self._prompt, self._past = prompt, 0
         self._waiting, self._tree_ready, self._settings = 0, False, (0, False)
@@ -69,6 +70,7 @@ class DeviceRounds:
     def prefill(self, start: int) -> None:
         """Runs one chunk, and the draft on it unless it is the last: then a token is missing."""
         begin = time.perf_counter_ns()
+        self._device.driver.attach()
         end = min(start + self.prefill_chunk, len(self._prompt))
         self._last_chunk = end - start
         self._device.run_chunk(start, end - start)
@@ -79,6 +81,7 @@ class DeviceRounds:
 
     def first(self) -> Step:
         """By the same rule as every later token."""
+        self._device.driver.attach()
         tree = Tree.root_only(int(self._prompt[-1]))
         output = DeviceOutput(np.array([self._device.first_token()]), VisitedRows(self._device))
         accepted = self._rule.accept(tree, output, len(self._prompt) - 1)
@@ -97,6 +100,7 @@ class DeviceRounds:
     def round(self, root: int, remaining: int, tree: TreePlan | None) -> Step:
         """Two replays, one wait."""
         begin = time.perf_counter_ns()
+        self._device.driver.attach()  # a stream may be read by several threads
         num_nodes = 1 if tree is None else tree.num_draft_tokens + 1
         width = self._width(num_nodes)
         self._run_draft(width)
@@ -108,6 +112,7 @@ class DeviceRounds:
 
     def clear(self) -> None:
         """Wipes the caches."""
+        self._device.driver.attach()
         self._device.clear()
 
     def _width(self, num_nodes: int) -> int:

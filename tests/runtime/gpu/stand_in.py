@@ -8,6 +8,7 @@ wrong number or a crash is refused here by `RuleBroken`.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,6 +101,7 @@ class StandInDriver:
         self.compute_capability, self._left = compute_capability, capacity_bytes
         self.memory, self.counters = Memory(), Counters()
         self._queue: list[Operation] = []
+        self._thread = threading.get_ident()  # where the device is current
         self._captured: list[Operation] | None = None
         self._pinned: list[NDArray[np.uint8]] = []
         self._kernels = kernels(self.memory) if kernels else NumpyKernels(self.memory)
@@ -109,10 +111,12 @@ class StandInDriver:
         return self._captured is not None
 
     def issue(self, operation: Operation) -> None:
+        if self._thread != threading.get_ident():
+            raise RuleBroken("the device is not current in this thread")
         (self._queue if self._captured is None else self._captured).append(operation)
 
     def attach(self) -> None:
-        pass
+        self._thread = threading.get_ident()
 
     def allocate(self, num_bytes: int, what: str) -> DeviceBuffer:
         from eagle3.runtime.errors import DeviceError
@@ -189,6 +193,8 @@ class StandInDriver:
     def synchronize(self) -> None:
         if self.capturing:
             raise RuleBroken("a synchronization inside a capture")
+        if self._thread != threading.get_ident():
+            raise RuleBroken("the device is not current in this thread")
         self.counters.synchronizations += 1
         queue, self._queue = self._queue, []
         for operation in queue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,16 @@ def test_cancelled_in_the_prompt_and_in_a_round(device: OnDevice, cpu: eagle3.En
     for rule in RULES:
         expected, found = (e.generate([8, 9, 10], **options, **rule) for e in (cpu, device.engine))
         assert shown(found, rule) == shown(expected, rule)
+
+
+def test_a_stream_may_be_read_by_several_threads(device: OnDevice, text: list[int]) -> None:
+    stream = device.engine.stream(PROMPT, max_new_tokens=20, **NO_EOS)
+    tokens: list[int] = []
+    for _ in range(8):
+        with ThreadPoolExecutor(1) as other:
+            tokens += other.submit(next, stream).result().token_ids
+    tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == text[:20]
 
 
 def test_log_probabilities(device: OnDevice, cpu: eagle3.Engine) -> None:

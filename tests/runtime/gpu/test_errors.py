@@ -149,6 +149,25 @@ def test_a_library_that_is_not_installed() -> None:
         TensorRT("tensorrt")
 
 
+def test_the_real_library_says_why_it_loads_nothing(portable: Bundle, tmp_path: Path) -> None:
+    """TensorRT for RTX itself, which needs no GPU for this."""
+    module = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx")
+    library = TensorRT("tensorrt-rtx")
+    assert library.version == module.__version__
+    setup = Setup(portable, tmp_path, backend="tensorrt-rtx", library_version=library.version)
+    setup.library = library
+    with pytest.raises(BundleError, match=r"cannot be loaded: .*Error Code.*; run `eagle3 build"):
+        setup.load()
+    for name in ("create_runtime_config", "get_device_memory_size_for_profile_v2"):
+        assert hasattr(module.ICudaEngine, name)
+    config = module.IRuntimeConfig
+    assert hasattr(config, "set_execution_context_allocation_strategy")
+    assert isinstance(config.dynamic_shapes_kernel_specialization_strategy, property)
+    assert module.DynamicShapesKernelSpecializationStrategy.EAGER
+    for name in ("set_device_memory", "set_optimization_profile_async", "execute_async_v3"):
+        assert hasattr(module.IExecutionContext, name)
+
+
 def test_an_engine_that_no_graph_can_hold() -> None:
     engine = object.__new__(PlanEngine)
     engine.name, engine._driver = "target", SimpleNamespace(stream=1)  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,16 @@ def test_asynchronous_copies_need_pinned_memory(bench: Bench) -> None:
         bench.driver.download(pageable, bench.buffers["x"].address, 24)
     with pytest.raises(RuleBroken, match="no live allocation"):
         bench.driver.upload(bench.buffers["x"].address, pinned(bench.driver, [1] * 99), 8 * 99)
+
+
+def test_the_device_must_be_current_in_the_thread(bench: Bench) -> None:
+    with ThreadPoolExecutor(1) as other:
+        with pytest.raises(RuleBroken, match="not current in this thread"):
+            other.submit(bench.context.execute_async_v3, STREAM).result()
+        other.submit(bench.driver.attach).result()
+        other.submit(bench.context.execute_async_v3, STREAM).result()
+    with pytest.raises(RuleBroken, match="not current in this thread"):
+        bench.driver.synchronize()
 
 
 def test_a_launch_has_a_possible_size(bench: Bench) -> None:
