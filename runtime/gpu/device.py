@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +71,7 @@ class Device:
         """Raises PlanError for a tree that the compiled growth cannot grow: its shape is fixed, and
         a request may only ask for fewer of its nodes."""
         own = self._engines.manifest.plan.tree
-        for name in ("draft_top_k", "draft_depth"):
+        for name in (each.name for each in fields(own) if each.name != "num_draft_tokens"):
             asked, built = getattr(tree, name), getattr(own, name)
             if asked != built:
                 raise PlanError(
@@ -107,12 +108,12 @@ class Device:
         self._halves.issue_chunk(num_rows)
         self._count(TARGET)
 
-    def keep_chunk(self, num_rows: int, token: int) -> None:
-        """Commits a chunk whose next token is `token`, and runs the draft on it: then a tree under
-        that token stands ready."""
+    def keep_chunk(self, num_rows: int, token: int, drafts: bool) -> None:
+        """Commits a chunk whose next token is `token`. drafts: runs the draft on it too, so that a
+        tree under that token stands ready."""
         self._choose(range(num_rows), token)
-        halves, most = self._halves, 0
-        if halves.draft is not None:
+        halves = self._halves
+        if drafts and halves.draft is not None:
             most = self._engines.draft_rows
             for first in range(0, num_rows, most):
                 count = min(most, num_rows - first)

@@ -174,7 +174,7 @@ class DeviceRounds:
         return replace(step, num_levels=depth, num_accepted=len(accepted.path))
 
     def _keep_chunk(self, token: int) -> None:
-        self._device.keep_chunk(self._last_chunk, token)
+        self._device.keep_chunk(self._last_chunk, token, self._drafts)
         self._past += self._last_chunk
 
     def _kept(self, num_rows: int) -> None:
