@@ -1,8 +1,10 @@
 """Losslessness and times of bundles on an NVIDIA GPU; says "no GPU" and exits 0 without one.
 
-    python bench/gpu_check.py BUNDLE... [--backend tensorrt-rtx] [--wheels FOLDER]
-        [--seconds 480] [--max-new-tokens 128] [--json OUT]
+    python bench/gpu_check.py [BUNDLE...] [--backend tensorrt-rtx] [--wheels FOLDER]
+        [--cubin FILE] [--seconds 480] [--max-new-tokens 128] [--json OUT]
 
+First the kernels and the driver alone (`gpu_kernels.py`), which needs no TensorRT; --cubin: the
+kernels, compiled elsewhere by `gpu_check.py --compile 9.0 FILE`, where there is no NVRTC.
 BUNDLE: exported with --lowering portable; several (a chain, a tree) make several rows of the table.
 Plan files that are missing or for another GPU are built with `eagle3 build`. --wheels: packages
 that are not there are installed from this folder alone. What does not fit into --seconds is left
@@ -89,10 +91,26 @@ def find_gpu() -> str | None:
     return None if count.value else "the driver finds none"
 
 
-def install(wheels: Path | None, backend: str) -> None:
+def check_kernels(cubin: Path | None) -> str:
+    """Random rounds without a model, on the device, against the same in Python."""
+    from gpu_kernels import KernelCheck
+
+    from eagle3.runtime.gpu.cuda_driver import CudaDriver
+    from eagle3.runtime.gpu.kernels import compile_kernels
+
+    driver = CudaDriver()
+    image = cubin.read_bytes() if cubin else compile_kernels(driver.compute_capability)
+    accepted = KernelCheck(driver, image).run(200)
+    said = f"{driver.device_name} ({driver.compute_capability}): kernels, copies and graphs agree"
+    driver.close()
+    return f"{said} with Python on 200 rounds, {accepted} draft tokens accepted"
+
+
+def install(wheels: Path | None, backend: str | None) -> None:
     """Installs what cannot be imported, from the folder alone."""
     needed = {"cuda": "cuda-bindings", "nvidia": "nvidia-cuda-nvrtc"}
-    needed[PACKAGES[backend]] = backend
+    if backend is not None:
+        needed[PACKAGES[backend]] = backend
     missing = [package for module, package in needed.items() if not _there(module)]
     if missing and wheels is not None:
         command = [sys.executable, "-m", "pip", "install", "--no-index", "--find-links"]
@@ -206,9 +224,13 @@ def lines(row: Row) -> Iterator[str]:
 
 
 @click.command(help=__doc__.splitlines()[0])
-@click.argument("bundles", nargs=-1, required=True)
+@click.argument("bundles", nargs=-1)
 @click.option("--backend", type=click.Choice([*PACKAGES]), default="tensorrt-rtx")
 @click.option("--wheels", type=click.Path(exists=True, path_type=Path))
+@click.option("--cubin", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--compile", "compiled", nargs=2, help="Only write the kernels for CAPABILITY to FILE."
+)
 @click.option("--seconds", default=480.0, show_default=True, help="Stop starting things after.")
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--first", default=4, show_default=True, help="Prompts of each measurement.")
@@ -217,43 +239,62 @@ def main(
     bundles: Sequence[str],
     backend: str,
     wheels: Path | None,
+    cubin: Path | None,
+    compiled: tuple[str, str] | None,
     seconds: float,
     max_new_tokens: int,
     first: int,
     output: Path | None,
 ) -> None:
+    if compiled:
+        write_cubin(*compiled)
+        return
     end = time.monotonic() + seconds
     reason = find_gpu()
     if reason is not None:
         click.echo(f"no GPU here ({reason}): nothing was checked")
         return
-    install(wheels, backend)
-    from eagle3.runtime.prompts import PROMPTS
-
-    rows = []
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    install(wheels, backend if bundles else None)
+    click.echo(check_kernels(cubin))
+    rows: list[Row] = []
     for bundle in bundles:
-        row = Row(bundle)
-        rows.append(row)
-        engine = load(bundle, backend) if time.monotonic() < end else None
-        for rule in RULES:
-            if engine is None or time.monotonic() > end:
-                row.left_out.append(rule)
-            else:
-                row.equality.append(check(engine, PROMPTS[:first], rule, options))
-        if engine is None or time.monotonic() > end:
-            row.left_out.append("times")
-        else:
-            measure(engine, PROMPTS[:first], row, options)
-            row.draft_half_ms = engine.device.half_ms(None) if engine.device.drafts else 0.0
-            row.target_half_ms = {w: engine.device.half_ms(w) for w in engine.device.widths}
-        click.echo("\n".join(lines(row)))
+        rows.append(check_bundle(bundle, backend, end, first, {"max_new_tokens": max_new_tokens}))
+        click.echo("\n".join(lines(rows[-1])))
         if output is not None:
             output.write_text(json.dumps([asdict(each) for each in rows], indent=2))
-        if engine is not None:
-            engine.device.driver.close()
     if not all(each.passed for row in rows for each in row.equality):
         sys.exit(1)
+
+
+def write_cubin(capability: str, path: str) -> None:
+    """Compiles the kernels, which needs no GPU."""
+    from eagle3.runtime.gpu.kernels import compile_kernels
+
+    Path(path).write_bytes(compile_kernels(capability))
+
+
+def check_bundle(bundle: str, backend: str, end: float, first: int, options: dict[str, Any]) -> Row:
+    """Everything about one bundle that can still be started before `end`."""
+    from eagle3.runtime.prompts import PROMPTS
+
+    row = Row(bundle)
+    if time.monotonic() > end:
+        row.left_out = [*RULES, "times"]
+        return row
+    engine = load(bundle, backend)
+    for rule in RULES:
+        if time.monotonic() > end:
+            row.left_out.append(rule)
+        else:
+            row.equality.append(check(engine, PROMPTS[:first], rule, options))
+    if time.monotonic() > end:
+        row.left_out.append("times")
+    else:
+        measure(engine, PROMPTS[:first], row, options)
+        row.draft_half_ms = engine.device.half_ms(None) if engine.device.drafts else 0.0
+        row.target_half_ms = {w: engine.device.half_ms(w) for w in engine.device.widths}
+    engine.device.driver.close()
+    return row
 
 
 if __name__ == "__main__":

@@ -41,10 +41,10 @@ class NumpyKernels:
         tree_mask: int,
         num_used: int,
     ) -> None:
-        used = min(self._ints(num_nodes)[0], self._ints(node_limit)[0], width)
+        used = max(min(self._ints(num_nodes)[0], self._ints(node_limit)[0], width), 1)
         found = self._ints(tokens, used).copy()
         bad = np.flatnonzero((found[1:] < 0) | (found[1:] >= vocab_size))
-        used = int(bad[0]) + 1 if bad.size else max(int(used), 1)
+        used = int(bad[0]) + 1 if bad.size else int(used)
         above = self._ints(parents, used)
         mask = np.eye(width, dtype=np.uint8)
         for node in range(1, used):

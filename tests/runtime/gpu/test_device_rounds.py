@@ -336,6 +336,18 @@ def test_log_probabilities(device: OnDevice, cpu: eagle3.Engine) -> None:
     )
 
 
+def test_a_sliding_window(
+    windowed_bundle: Bundle, windowed_engine: eagle3.Engine, tmp_path: Path
+) -> None:
+    """Another architecture, whose layers see 16 tokens; its head's vocabulary is whole."""
+    own = on_device(windowed_bundle, tmp_path)
+    prompt = list(range(3, 30))
+    for rule in RULES[:2]:
+        options: dict[str, Any] = {"max_new_tokens": 50, **NO_EOS, **rule}
+        expected = windowed_engine.generate(prompt, drafter="none", **options)
+        assert own.engine.generate(prompt, **options).token_ids == expected.token_ids
+
+
 def test_a_bundle_without_a_draft_decodes_plainly(
     portable: Bundle, tmp_path: Path, text: list[int]
 ) -> None:

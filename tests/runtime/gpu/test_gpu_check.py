@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 from conftest import OnDevice
+from cuda_on_host import COMPILER, compile_for_host
+from numpy_kernels import NumpyKernels
+from stand_in import Memory, RuleBroken, StandInDriver
+
+from eagle3.runtime.gpu.kernels import KERNELS
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "bench" / "gpu_check.py"
@@ -19,6 +24,7 @@ SCRIPT = ROOT / "bench" / "gpu_check.py"
 def script() -> Any:
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     assert spec is not None and spec.loader is not None
+    sys.path.insert(0, str(SCRIPT.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules["gpu_check"] = module  # its dataclasses look themselves up
     spec.loader.exec_module(module)
@@ -52,6 +58,31 @@ def test_what_it_finds_on_the_stand_in(script: Any, device: OnDevice) -> None:
     assert "greedy: 2/2 texts equal, margins of divergences: none" in text
     again = engine.generate("t5 t6", max_new_tokens=9, drafter="eagle3").token_ids
     assert again == engine.generate("t5 t6", max_new_tokens=9, drafter="none").token_ids
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_random_rounds_without_a_model(script: Any, tmp_path: Path, compiled: bool) -> None:
+    """The check that a GPU gets first; here of the numpy kernels and of the CUDA source."""
+    from gpu_kernels import KernelCheck
+
+    if compiled and COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    kernels = (lambda _: compile_for_host(tmp_path)) if compiled else None
+    check = KernelCheck(StandInDriver(kernels=kernels), b"")
+    assert check.run(12 if compiled else 60) > 12
+
+
+@pytest.mark.parametrize("name", KERNELS[:3] + ("feed_draft", "advance"))
+def test_it_finds_a_kernel_that_does_nothing(script: Any, name: str) -> None:
+    from gpu_kernels import KernelCheck
+
+    def without(memory: Memory) -> dict[str, Any]:
+        own = NumpyKernels(memory)
+        found = {each: getattr(own, each, None) for each in KERNELS}
+        return {**found, name: lambda *_: None}
+
+    with pytest.raises((AssertionError, RuleBroken, IndexError)):
+        KernelCheck(StandInDriver(kernels=without), b"").run(20)
 
 
 @pytest.mark.parametrize(

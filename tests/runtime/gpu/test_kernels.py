@@ -136,6 +136,19 @@ def test_place_tree(compiled: dict[str, Callable[..., None]], seed: int) -> None
 
 
 @with_compiler
+@pytest.mark.parametrize("name", ["num_nodes", "node_limit"])
+def test_a_tree_of_no_nodes_is_its_root(
+    compiled: dict[str, Callable[..., None]], name: str
+) -> None:
+    case = placed(np.random.default_rng(1), 4, 12, 12, 12)
+    for which in (0, 1):
+        case.array(which, name)[0] = 0
+    case.run(compiled, "place_tree", *PLACE, 9, 4, *OUTPUTS)
+    assert case.array(1, "num_used")[0] == 1
+    assert case.array(1, "input_ids").tolist() == [5, 0, 0, 0]
+
+
+@with_compiler
 @pytest.mark.parametrize("bad", [-1, 9, 1 << 40])
 def test_a_tree_ends_before_a_token_that_is_none(
     compiled: dict[str, Callable[..., None]], bad: int
