@@ -194,6 +194,18 @@ class PlanEngine:
                 f" run `{self._file.rebuild}`"
             )
 
+    def check_aliases(self) -> None:
+        """Raises BundleError unless every cache is written in place: past and present are bound to
+        one address, which is right for no other engine."""
+        ask = getattr(self._engine, "get_aliased_input_tensor", None)  # not in every TensorRT
+        for name in (spec.name for spec in self.outputs if spec.name.startswith("present_")):
+            past = name.replace("present_", "past_")
+            if ask is not None and ask(name) != past:
+                raise BundleError(
+                    f"engine '{self.name}' ({self._file.path}): {name} is not written in place of"
+                    f" {past}; run `{self._file.rebuild}`"
+                )
+
     def _must(self, accepted: bool, what: str) -> None:
         if not accepted:
             raise EngineError(
@@ -249,6 +261,7 @@ def load_engine(
     engine = PlanEngine(name, file, library, driver)
     _compare(name, file, "input", engine.inputs, bound.inputs)
     _compare(name, file, "output", engine.outputs, bound.outputs)
+    engine.check_aliases()
     return engine
 
 

@@ -299,6 +299,9 @@ class StandInEngine:
         ranges = self._profiles[profile].get(name, [fixed] * 3)
         return [tuple(shape) for shape in ranges]
 
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self.program.aliases.get(name)
+
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
         return _SCRATCH_BYTES
 

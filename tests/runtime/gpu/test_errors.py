@@ -123,6 +123,13 @@ def test_a_cache_of_another_size_and_an_unknown_output(portable: Bundle, tmp_pat
         setup.load()
 
 
+def test_a_cache_that_is_not_written_in_place(portable: Bundle, tmp_path: Path) -> None:
+    setup = Setup(portable, tmp_path)
+    setup.programs["target"].aliases = {}  # type: ignore[misc]
+    with pytest.raises(BundleError, match="present_k.0 is not written in place of past_k.0; run"):
+        setup.load()
+
+
 def test_a_width_that_no_profile_takes(portable: Bundle, tmp_path: Path) -> None:
     setup = Setup(portable, tmp_path)
     path = setup.files["target"].path
@@ -158,7 +165,11 @@ def test_the_real_library_says_why_it_loads_nothing(portable: Bundle, tmp_path: 
     setup.library = library
     with pytest.raises(BundleError, match=r"cannot be loaded: .*Error Code.*; run `eagle3 build"):
         setup.load()
-    for name in ("create_runtime_config", "get_device_memory_size_for_profile_v2"):
+    for name in (
+        "create_runtime_config",
+        "get_aliased_input_tensor",
+        "get_device_memory_size_for_profile_v2",
+    ):
         assert hasattr(module.ICudaEngine, name)
     config = module.IRuntimeConfig
     assert hasattr(config, "set_execution_context_allocation_strategy")
