@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
-from stand_in import Program, Tensor
+from stand_in_tensorrt import Program, Tensor
 
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.gpu.buffers import bound_draft_tree

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import OnDevice, on_device
 from cuda_on_host import COMPILER, compile_for_host
 from numpy.typing import NDArray
+from on_device import OnDevice, on_device
 from programs import Arrays
-from stand_in import Program, StandInDriver
+from stand_in import StandInDriver
+from stand_in_tensorrt import Program
 
 import eagle3
 from eagle3.runtime.bundle import Bundle

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from conftest import OnDevice, on_device
+from on_device import OnDevice, on_device
 from programs import Arrays, programs_of, write_plan_files
-from stand_in import Program, StandInDriver, StandInTensorRT, Tensor
+from stand_in import StandInDriver
+from stand_in_tensorrt import Program, StandInTensorRT, Tensor
 
 import eagle3
 from eagle3.runtime.bundle import Bundle

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OnDevice
 from cuda_on_host import COMPILER, compile_for_host
 from numpy_kernels import NumpyKernels
+from on_device import OnDevice
 from stand_in import Memory, RuleBroken, StandInDriver
 
 from eagle3.runtime.gpu.kernels import KERNELS

@@ -9,15 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from stand_in import (
-    STREAM,
-    RuleBroken,
-    StandInContext,
-    StandInDriver,
-    StandInEngine,
-    StandInTensorRT,
-    Tensor,
-)
+from stand_in import STREAM, RuleBroken, StandInDriver
+from stand_in_tensorrt import StandInContext, StandInEngine, StandInTensorRT, Tensor
 
 from eagle3.runtime.gpu.driver import HostBuffer
 
