@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -17,8 +17,10 @@ from eagle3.runtime.chat import ChatTemplate, Prompt, encode_prompt, load_tokeni
 from eagle3.runtime.decode import Decoding, Round
 from eagle3.runtime.drafters import DRAFTERS, Drafter, available, build
 from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
+from eagle3.runtime.host_rounds import HostRounds
 from eagle3.runtime.pace import Pace, PlainCost
 from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
+from eagle3.runtime.rounds import RoundEngine
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
 from eagle3.runtime.sampling import TokenHistory
 from eagle3.runtime.sequence import FinishReason, TokenSequence
@@ -27,9 +29,13 @@ from eagle3.runtime.stats import Stats, StatsRecorder
 from eagle3.runtime.target import TargetEngine
 from eagle3.runtime.text import TextStream
 
+if TYPE_CHECKING:
+    from eagle3.runtime.gpu.device import Device
+
 DEFAULT_MAX_NEW_TOKENS = 256
 MAX_LOGPROBS = 20
-DEVICES = ("cpu",)
+BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("tensorrt", "tensorrt-rtx")}
+"""Device -> what may run the engines on it, the default first."""
 
 
 @dataclass(frozen=True)
@@ -101,28 +107,43 @@ class Request:
 
 
 class Engine:
-    """A loaded bundle. `load` makes one; requests of several threads take turns."""
+    """A loaded bundle. `load` makes one; requests of several threads take turns.
 
-    def __init__(self, bundle: Bundle, threads: int) -> None:
+    device: the bundle on a GPU, which then runs every round; None: ONNX Runtime on the CPU.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int, device: Device | None = None) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
         self.plan = manifest.plan
         self._threads = threads
-        self._clock = Clock()
+        self._clock = Clock() if device is None else device.clock
         self._plain_cost = PlainCost()
-        self.target = TargetEngine(bundle, threads, self._clock)
+        self.device = device
+        self._target = None if device else TargetEngine(bundle, threads, self._clock)
         self._drafters: dict[str, Drafter] = {}
         self._history = TokenHistory(manifest.target.vocab_size)
         self.tokenizer = load_tokenizer(bundle)
         self.chat_template = _chat_template(bundle)
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
-        self.drafter(self.default_drafter)
+        if device is None:
+            self.drafter(self.default_drafter)
+
+    @property
+    def target(self) -> TargetEngine:
+        """The target on the CPU. Raises RequestError where it is on a GPU."""
+        if self._target is None:
+            raise RequestError(
+                "this reads the target call by call, which a GPU does not give: load the bundle"
+                " with device 'cpu'; bench/gpu_check.py checks one on a GPU"
+            )
+        return self._target
 
     @property
     def drafters(self) -> list[str]:
         """The names a request may ask for, the default first."""
-        return available(self.bundle)
+        return available(self.bundle) if self.device is None else list(self.device.drafters)
 
     @property
     def default_drafter(self) -> str:
@@ -216,9 +237,9 @@ class Engine:
             raise RequestError(f"chat is {chat!r}: give True or False")
         vocab_size = self.bundle.manifest.target.vocab_size
         ids = encode_prompt(prompt, self.tokenizer, self.chat_template, chat, vocab_size)
-        if len(ids) > self.target.capacity:
+        if len(ids) > self.plan.max_seq_len:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, the bundle's context is {self.target.capacity}"
+                f"the prompt has {len(ids)} tokens, the bundle's context is {self.plan.max_seq_len}"
                 "; shorten it, or export with a larger --max-seq-len"
             )
         return ids
@@ -258,14 +279,11 @@ class Engine:
         yield _chunk(each, result) if texts else Chunk("", [], reason, logprobs, result)
 
     def _decoding(self, request: Request) -> Decoding:
-        capacity = self.target.capacity
-        limit = min(request.max_new_tokens, capacity - len(request.prompt_ids))
+        limit = min(request.max_new_tokens, self.plan.max_seq_len - len(request.prompt_ids))
         eos = self.bundle.manifest.generation.eos_token_ids
         rule = AcceptanceRule(request.params, self._history, request.num_logprobs)
         return Decoding(
-            target=self.target,
-            drafter=self.drafter(request.drafter),
-            rule=rule,
+            engine=self._rounds(request.drafter, rule),
             sequence=TokenSequence(limit, eos, TextStream(self.tokenizer, request.stop)),
             history=self._history,
             tree=request.tree,
@@ -274,6 +292,13 @@ class Engine:
             cancel=request.cancel,
             stats=StatsRecorder(request.drafter),
         )
+
+    def _rounds(self, drafter: str, rule: AcceptanceRule) -> RoundEngine:
+        if self.device is None:
+            return HostRounds(self.target, self.drafter(drafter), rule)
+        from eagle3.runtime.gpu.rounds import DeviceRounds
+
+        return DeviceRounds(self.device, rule, drafts=drafter != "none")
 
     def turn(self) -> _Turn:
         """A context in which this thread has the engines for itself; requests wait."""
@@ -304,7 +329,10 @@ class Engine:
     def _tree(self, drafter: str, shape: Mapping[str, Any]) -> TreePlan:
         plan = replace(self.plan, tree=self.default_tree(drafter))
         try:
-            return plan.override(**shape)
+            tree = plan.override(**shape)
+            if self.device is not None:
+                self.device.check_tree(tree)
+            return tree
         except PlanError as error:
             raise RequestError(str(error)) from error
 
@@ -339,18 +367,34 @@ class _Turn:
 
 
 def load(
-    path: str | os.PathLike[str], *, threads: int | None = None, device: str = "cpu"
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    device: str = "cpu",
+    backend: str | None = None,
 ) -> Engine:
     """Opens the bundle folder at `path` and loads its engines.
 
-    threads: of each engine, by default the cores this process may use. device: "cpu".
-    Raises BundleError, EngineMissing, RequestError.
+    threads: of each engine on the CPU, by default the cores this process may use. device: "cpu" or
+    "cuda". backend: what runs the engines there, see BACKENDS; by default what the bundle was
+    planned or built for.
+    Raises BundleError, EngineMissing, DeviceError, PlanError, RequestError.
     """
-    if device not in DEVICES:
+    if device not in BACKENDS:
         raise RequestError(
-            f"device '{device}' is not supported, choose one of {', '.join(DEVICES)}"
+            f"device '{device}' is not supported, choose one of {', '.join(BACKENDS)}"
         )
-    return Engine(Bundle.open(path), checked_threads(threads))
+    if backend is not None and backend not in BACKENDS[device]:
+        raise RequestError(
+            f"backend '{backend}' does not run on device {device}, choose one of"
+            f" {', '.join(BACKENDS[device])}"
+        )
+    bundle, threads = Bundle.open(path), checked_threads(threads)
+    if device == "cpu":
+        return Engine(bundle, threads)
+    from eagle3.runtime.gpu.load import load_device
+
+    return Engine(bundle, threads, load_device(bundle, backend))
 
 
 def _chat_template(bundle: Bundle) -> ChatTemplate | None:

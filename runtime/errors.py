@@ -1,7 +1,8 @@
 """Every error a caller may catch.
 
 Eagle3Error
-├── EngineMissing        no engine package (onnxruntime) is installed
+├── EngineMissing        no engine package (onnxruntime, tensorrt, ...) is installed
+├── DeviceError          no GPU that can be used: none there, no driver, an old one, out of memory
 ├── BundleError          a bundle is missing, truncated, foreign or of another schema
 ├── PlanError            a plan that contradicts itself or the bundle
 ├── RequestError         a request that cannot be served as asked (prompt, sampling option)
@@ -26,6 +27,10 @@ class Eagle3Error(Exception):
 
 class EngineMissing(Eagle3Error):
     """No engine package is installed."""
+
+
+class DeviceError(Eagle3Error):
+    """The GPU cannot be used as it is."""
 
 
 class BundleError(Eagle3Error):

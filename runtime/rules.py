@@ -6,8 +6,10 @@ Plain decoding is the same rule on a tree that is only its root, so both go thro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle3.runtime.accept import Accepted, accept_by_token, accept_rejection
 from eagle3.runtime.errors import EngineError
@@ -22,7 +24,6 @@ from eagle3.runtime.sampling import (
     sample_inverse_cdf,
     target_probs,
 )
-from eagle3.runtime.target import TargetOutput
 from eagle3.runtime.tree import Tree
 
 
@@ -36,6 +37,22 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class LogitRows(Protocol):
+    """Logits by row of a call, float32 [V] each; only rows that a rule visits are looked at."""
+
+    def __getitem__(self, row: int, /) -> Float32s: ...
+
+
+class RuleInput(Protocol):
+    """What a rule reads of a target call: the argmax of each row int64 [M], -1 where its logits are
+    NaN, and its logits, None unless they were asked for."""
+
+    @property
+    def next_token(self) -> NDArray[np.int64]: ...
+    @property
+    def logits(self) -> LogitRows | None: ...
 
 
 class AcceptanceRule:
@@ -59,7 +76,7 @@ class AcceptanceRule:
         """Whether the tokens themselves are promised not to depend on a draft."""
         return self._params.greedy or self._params.acceptance == "coupled"
 
-    def accept(self, tree: Tree, output: TargetOutput, past: int) -> Accepted:
+    def accept(self, tree: Tree, output: RuleInput, past: int) -> Accepted:
         """Walks the tree; its root stands at position `past`."""
         if self._params.greedy:
             return accept_by_token(tree, lambda node: self._argmax(tree, output, node))
@@ -75,7 +92,7 @@ class AcceptanceRule:
         return accept_rejection(tree, lambda node: self._p(tree, output, node), self.rng)
 
     def logprobs(
-        self, tree: Tree, output: TargetOutput, path: tuple[int, ...], token: int
+        self, tree: Tree, output: RuleInput, path: tuple[int, ...], token: int
     ) -> list[TokenLogprob] | None:
         """Of the path's tokens and of `token` behind them, in order; None unless asked for."""
         if self._num_logprobs is None:
@@ -95,7 +112,7 @@ class AcceptanceRule:
         top = tuple((int(i), float(log_p[i])) for i in best)
         return TokenLogprob(token, float(log_p[token]), top)
 
-    def _argmax(self, tree: Tree, output: TargetOutput, node: int) -> int:
+    def _argmax(self, tree: Tree, output: RuleInput, node: int) -> int:
         token = int(output.next_token[node])
         if token < 0:
             raise EngineError(
@@ -107,7 +124,7 @@ class AcceptanceRule:
         path = tree.path_tokens(node)
         return int(edit_logits(output.logits[node], self._history, path, self._params).argmax())
 
-    def _p(self, tree: Tree, output: TargetOutput, node: int) -> Float32s:
+    def _p(self, tree: Tree, output: RuleInput, node: int) -> Float32s:
         assert output.logits is not None
         path = tree.path_tokens(node)
         return target_probs(output.logits[node], self._history, path, self._params)

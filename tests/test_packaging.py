@@ -27,6 +27,7 @@ def sources() -> Iterator[str]:
         if folder.name not in NOT_SHIPPED and not folder.name.startswith("."):
             yield from (str(path.relative_to(ROOT)) for path in folder.rglob("*.py"))
             yield from (str(path.relative_to(ROOT)) for path in folder.rglob("presets/*.toml"))
+            yield from (str(path.relative_to(ROOT)) for path in folder.rglob("*.cu"))
 
 
 def _can_build() -> bool:

@@ -72,7 +72,7 @@ def test_the_cache_holds_plain_decodings_bits(
 def test_that_test_can_fail(fresh: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the cut, rows behind a gap are committed as they are, and their bits differ."""
     monkeypatch.setattr(
-        "eagle3.runtime.decode.settle", lambda tree, found: Settled(found.path, found.token)
+        "eagle3.runtime.host_rounds.settle", lambda tree, found: Settled(found.path, found.token)
     )
     plain = fresh.generate(PROMPT, drafter="none", max_new_tokens=90, **NO_EOS)
     text = PROMPT + plain.token_ids

@@ -56,6 +56,11 @@ def test_importing_the_runtime_loads_no_exporter() -> None:
     assert "onnxruntime" not in loaded, "an engine package is needed to load, not to import"
 
 
+def test_importing_the_gpu_runtime_loads_no_gpu_library() -> None:
+    loaded = loaded_by("import eagle3.runtime.gpu.load")
+    assert not loaded & {"cuda", "tensorrt", "tensorrt_rtx", "onnxruntime", *HEAVY}
+
+
 GENERATE = """
 import json, sys
 blocked = sys.argv[2].split(",")

@@ -1,0 +1,231 @@
+"""A bundle on the GPU, as `rounds.py` uses it: a prompt in chunks, then halves of rounds.
+
+Everything is issued on one stream and runs in order; what returns numbers waits for them and says
+so. The host writes pinned memory only after a wait: what is still to be uploaded stays as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.plans.plan import TreePlan
+from eagle3.runtime.errors import PlanError
+from eagle3.runtime.gpu.driver import Driver
+from eagle3.runtime.gpu.halves import DRAFT_TREE, TARGET, Engines, Halves
+from eagle3.runtime.gpu.kernels import Kernels
+from eagle3.runtime.session import Clock
+
+Int64s = NDArray[np.int64]
+
+
+def default_widths(max_width: int) -> tuple[int, ...]:
+    """Rows of a verification that get a graph: powers of two, and the whole tree."""
+    powers = (1 << n for n in range(max_width.bit_length()))
+    return (*(power for power in powers if power < max_width), max_width)
+
+
+class Device:
+    """Batch 1. Everything is allocated and captured here, so that no round allocates anything.
+
+    widths: rows of a verification that get a graph; 1 is always among them. Raises DeviceError when
+    the GPU has too little memory, EngineError when an engine cannot be captured.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        driver: Driver,
+        kernels: Kernels,
+        clock: Clock,
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        plan = engines.manifest.plan
+        self.driver, self.clock, self._engines = driver, clock, engines
+        self.num_nodes, self.round_rows = engines.num_nodes, engines.round_rows
+        chosen = default_widths(self.num_nodes) if widths is None else widths
+        if engines.draft is None:
+            chosen = ()
+        self.widths = sorted({1, *(min(width, self.num_nodes) for width in chosen)})
+        self.capacity, self.num_slots = plan.max_seq_len, plan.cache_capacity
+        self.prefill_chunk = plan.prefill_chunk
+        max_rows = max(plan.prefill_chunk, self.widths[-1])
+        self._halves = Halves(engines, driver, kernels, max_rows, self.widths)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft to grow trees with."""
+        return self._halves.draft is not None
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names a request may ask for, the default first."""
+        info = self._engines.manifest.draft
+        return ("none",) if info is None or not self.drafts else (info.method, "none")
+
+    def check_tree(self, tree: TreePlan) -> None:
+        """Raises PlanError for a tree that the compiled growth cannot grow: its shape is fixed, and
+        a request may only ask for fewer of its nodes."""
+        own = self._engines.manifest.plan.tree
+        for name in (each.name for each in fields(own) if each.name != "num_draft_tokens"):
+            asked, built = getattr(tree, name), getattr(own, name)
+            if asked != built:
+                raise PlanError(
+                    f"{name} is {asked}, but the draft was compiled for {built} and on the GPU only"
+                    f" num_draft_tokens may be lowered: leave it out, or export with {name} {asked}"
+                )
+        if tree.num_draft_tokens > own.num_draft_tokens:
+            raise PlanError(
+                f"num_draft_tokens is {tree.num_draft_tokens}, but the draft was compiled for trees"
+                f" of {own.num_draft_tokens}: ask for at most that, or export with a larger tree"
+            )
+
+    # The prompt.
+
+    def start(self, prompt: Int64s) -> None:
+        """Waits for what a request before left behind, and forgets its sequence; keeps the prompt's
+        ids [P] for `run_chunk`."""
+        self.driver.synchronize()
+        self._halves.staging.prompt_ids[: len(prompt)] = prompt
+        self.driver.fill_zero(self._halves.own.past_len, 8)
+        draft = self._halves.draft
+        if draft is not None:
+            # NaN that a broken head left there would outlive its request: 0 times NaN is NaN.
+            draft.cache.clear(self.driver)
+            self.driver.fill_zero(draft.past_len, 8)
+            self.driver.fill_zero(draft.num_rows, 8)
+
+    def run_chunk(self, start: int, num_rows: int) -> None:
+        """Runs ids start .. start + num_rows - 1 of the prompt; logits of the last row only."""
+        own, staging = self._halves.own, self._halves.staging
+        staging.last_row_value[0] = num_rows - 1
+        self.driver.upload(own.chunk_ids, staging.prompt, 8 * num_rows, 8 * start)
+        self.driver.upload(own.last_row, staging.last_row, 8)
+        self._halves.issue_chunk(num_rows)
+        self._count(TARGET)
+
+    def keep_chunk(self, num_rows: int, token: int, drafts: bool) -> None:
+        """Commits a chunk whose next token is `token`. drafts: runs the draft on it too, so that a
+        tree under that token stands ready."""
+        self._choose(range(num_rows), token)
+        halves = self._halves
+        if drafts and halves.draft is not None:
+            most = self._engines.draft_rows
+            for first in range(0, num_rows, most):
+                count = min(most, num_rows - first)
+                halves.feed(halves.draft, count, first, most)
+                halves.issue_draft(count)
+                self._count(DRAFT_TREE)
+        halves.advance()
+
+    def first_token(self) -> int:
+        """Waits for the argmax of a chunk's last row; -1 where its logits are NaN."""
+        staging = self._halves.staging
+        self.driver.download(staging.next_token, self._halves.own.next_token, 8)
+        self.wait()
+        return int(staging.next_token_values[0])
+
+    # A round.
+
+    def grow(self) -> None:
+        """Runs the draft on the waiting rows: they join its cache, and a new tree stands ready."""
+        assert self._halves.draft_graph is not None
+        self._halves.draft_graph.replay()
+        self._count(DRAFT_TREE)
+
+    def set_round(self, node_limit: int, greedy: bool) -> None:
+        """How many nodes of the tree to run, root included, and who accepts; until set again."""
+        staging = self._halves.staging
+        staging.settings_values[:] = (node_limit, greedy)
+        self.driver.upload(self._halves.own.settings, staging.settings, 16)
+
+    def verify(self, width: int) -> None:
+        """Runs the first `width` nodes of the tree; if greedy accepts, what follows too."""
+        self._halves.target_graphs[width].replay()
+        self._count(TARGET)
+
+    def wait(self) -> Int64s:
+        """The host's one wait in a round; the result of the target half (kernels.cu)."""
+        self.driver.synchronize()
+        result: Int64s = self._halves.staging.result_values
+        return result
+
+    def fetch_tree(self, width: int) -> None:
+        """Asks for what `tree` returns after the next `wait`."""
+        own, staging, draft = self._halves.own, self._halves.staging, self._halves.draft
+        self.driver.download(staging.tree_tokens, own.input_ids, 8 * width)
+        self.driver.download(staging.next_token, own.next_token, 8 * width)
+        if draft is not None:
+            self.driver.download(staging.tree_parents, draft.parents, 8 * width)
+
+    def tree(self, num_nodes: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Tokens, parents and the target's argmax of the first nodes, int64 [num_nodes] each."""
+        staging = self._halves.staging
+        parents = staging.tree_parents_values[:num_nodes].copy()
+        parents[0] = -1
+        return (
+            staging.tree_tokens_values[:num_nodes].copy(),
+            parents,
+            staging.next_token_values[:num_nodes].copy(),
+        )
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Waits for one row of logits, float32 [V]: a copy of V floats, and a synchronization."""
+        own, staging = self._halves.own, self._halves.staging
+        num_bytes = 4 * own.vocab_size
+        self.driver.download(staging.logits, own.logits + row * num_bytes, num_bytes)
+        self.driver.synchronize()
+        row_logits: NDArray[np.float32] = staging.logits_row.copy()
+        return row_logits
+
+    def keep(self, path: Sequence[int], token: int) -> None:
+        """Commits root and `path` of the last verification, chosen by the host, and `token`."""
+        self._choose((0, *path), token)
+        self._halves.commit(len(path) + 1)
+
+    def clear_behind(self, num_slots: int) -> None:
+        """Zeros the target's next slots: numbers that are none may stand there."""
+        self._halves.clear_behind(num_slots)
+
+    def clear(self) -> None:
+        """Zeros both caches, and waits: whatever failed before is over."""
+        self._halves.clear()
+        self.driver.synchronize()
+
+    def half_ms(self, width: int | None, repeats: int = 20) -> float:
+        """Milliseconds on the device of one target half of a width, or, with None, of one draft
+        half: what a round costs without the host. Between requests only; it forgets the sequence.
+        """
+        halves, draft = self._halves, self._halves.draft
+        self.start(np.zeros(1, np.int64))
+        self.set_round(self.num_nodes, False)
+        graph = halves.draft_graph if width is None else halves.target_graphs[width]
+        assert graph is not None
+        halves.staging.last_row_value[0] = 1
+        start = self.driver.mark()
+        for _ in range(repeats):
+            if width is None and draft is not None:
+                self.driver.upload(draft.num_rows, halves.staging.last_row, 8)
+            graph.replay()
+        end = self.driver.mark()
+        self.driver.synchronize()
+        return self.driver.elapsed_ms(start, end) / repeats
+
+    def timed_since(self, start_ns: int) -> None:
+        """Counts the time from `start_ns` on as time inside engines."""
+        self.clock.engine_ns += time.perf_counter_ns() - start_ns
+
+    def _choose(self, rows: Sequence[int], token: int) -> None:
+        """Uploads which rows of the last call are kept, in order, and the next root."""
+        staging = self._halves.staging
+        values = staging.chosen_values
+        values[0], values[1] = len(rows), token
+        values[2 : 2 + len(rows)] = rows
+        self.driver.upload(self._halves.own.chosen, staging.chosen, 8 * (2 + len(rows)))
+
+    def _count(self, engine: str) -> None:
+        self.clock.calls[engine] = self.clock.calls.get(engine, 0) + 1

@@ -1,0 +1,232 @@
+"""The two halves of a round, as they are issued and as they are captured.
+
+    draft half    draft_tree over the waiting rows -> a tree
+    target half   place_tree -> target -> accept_greedy -> keep_kv -> feed_draft -> advance
+
+One draft half, one target half for each width; each is replayed as one CUDA graph. All that a
+round needs to know (lengths, root, waiting rows) lives in device memory, so a graph that was
+captured once is right for every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from eagle3.runtime.errors import BundleError
+from eagle3.runtime.gpu.buffers import (
+    RESULT_HEAD,
+    DraftBuffers,
+    Staging,
+    TargetBuffers,
+    bound_draft_tree,
+)
+from eagle3.runtime.gpu.driver import Driver, Graph
+from eagle3.runtime.gpu.kernels import Kernels
+from eagle3.runtime.gpu.tensorrt_engine import (
+    PlanCall,
+    PlanEngine,
+    PlanFile,
+    Shape,
+    TensorRT,
+    load_engine,
+)
+from eagle3.runtime.manifest import Manifest
+from eagle3.runtime.session import Bound
+from eagle3.runtime.target import bound_target
+
+TARGET, DRAFT_TREE = "target", "draft_tree"
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The plan files of a bundle, loaded and compared with its manifest; draft may be None."""
+
+    manifest: Manifest
+    target: PlanEngine
+    draft: PlanEngine | None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the hungrier of them needs; they take turns."""
+        both = (self.target, self.draft)
+        return max(engine.scratch_bytes for engine in both if engine is not None)
+
+    @property
+    def num_nodes(self) -> int:
+        """M: of the trees that the draft was compiled to grow, root included."""
+        return self.manifest.plan.tree.num_draft_tokens + 1
+
+    @property
+    def round_rows(self) -> int:
+        """Rows that a round leaves for the draft at most: root and path."""
+        return self.manifest.plan.tree.depth_in_use + 1
+
+    @property
+    def draft_rows(self) -> int:
+        """The most rows that the draft takes in one call."""
+        assert self.draft is not None
+        return max(self.draft.largest("next_ids", 1), self.round_rows)
+
+    def bound_draft(self) -> Bound:
+        """What is bound of the draft."""
+        assert self.manifest.draft is not None
+        return bound_draft_tree(self.manifest, self.manifest.draft, self.num_nodes)
+
+
+def load_engines(
+    manifest: Manifest, files: dict[str, PlanFile], library: TensorRT, driver: Driver
+) -> Engines:
+    """Raises BundleError for a plan file that is foreign or does not fit the manifest."""
+    if TARGET not in files:
+        raise BundleError(f"there is no plan file of the target among {sorted(files)}")
+    target = load_engine(TARGET, files[TARGET], bound_target(manifest), library, driver)
+    without = Engines(manifest, target, None)
+    if DRAFT_TREE not in files or manifest.draft is None:
+        return without
+    draft = load_engine(DRAFT_TREE, files[DRAFT_TREE], without.bound_draft(), library, driver)
+    return Engines(manifest, target, draft)
+
+
+class Halves:
+    """Buffers, contexts and graphs. max_rows: of any call; widths: of a verification, ascending."""
+
+    def __init__(
+        self, engines: Engines, driver: Driver, kernels: Kernels, max_rows: int, widths: list[int]
+    ) -> None:
+        manifest, widest = engines.manifest, widths[-1]
+        self.engines, self._driver, self._kernels = engines, driver, kernels
+        self.own = TargetBuffers(driver, manifest, max_rows, widest)
+        self.staging = Staging(driver, manifest, max_rows, widest, engines.num_nodes)
+        self.draft: DraftBuffers | None = None
+        if engines.draft is not None and manifest.draft is not None:
+            sizes = (engines.draft_rows, engines.num_nodes)
+            self.draft = DraftBuffers(driver, manifest, manifest.draft, *sizes)
+        self._scratch = driver.allocate(engines.scratch_bytes, "the engines' scratch memory")
+        self._target_contexts: dict[int, PlanCall] = {}
+        self._draft_contexts: dict[int, PlanCall] = {}
+        self.target_graphs: dict[int, Graph] = {}
+        self.draft_graph: Graph | None = None
+        self._capture(widths)
+
+    def issue_chunk(self, num_rows: int) -> None:
+        """The target on a chunk of a prompt: a tree that is a chain, however long."""
+        own = self.own
+        self._place(num_rows, (own.chunk_ids, own.chain, own.endless, own.endless, own.chunk_ids))
+        shapes = _shapes(bound_target(self.engines.manifest), num_rows)
+        addresses = own.addresses(own.last_row)
+        self.engines.target.loose_call(
+            shapes, addresses, self._scratch, self._target_contexts
+        ).enqueue()
+
+    def issue_draft(self, num_rows: int) -> None:
+        """The draft half over `num_rows` rows of a prompt."""
+        assert self.engines.draft is not None and self.draft is not None
+        shapes = _shapes(self.engines.bound_draft(), num_rows)
+        addresses = self.draft.addresses()
+        call = self.engines.draft.loose_call(shapes, addresses, self._scratch, self._draft_contexts)
+        self._draft_half(call, self.draft)
+
+    def feed(self, draft: DraftBuffers, count: int, first: int, capacity: int) -> None:
+        """Files `count` chosen rows, from the first-th on, behind those that wait for the draft."""
+        own = self.own
+        where = (draft.num_rows, capacity, draft.features, draft.next_ids)
+        sources = (own.features, own.feature_words, own.input_ids, own.chosen, first)
+        self._kernels.launch("feed_draft", *sources, *where, blocks=count)
+        self._kernels.launch("count_fed", own.chosen, first, capacity, draft.num_rows, threads=1)
+
+    def advance(self) -> None:
+        """The chosen rows count as committed, and the chosen token as the root."""
+        own = self.own
+        self._kernels.launch("advance", own.chosen, own.past_len, own.root, threads=1)
+
+    def commit(self, num_rows: int) -> None:
+        """Keeps the chosen rows, at most `num_rows`, in cache, draft input and lengths."""
+        own, cache = self.own, self.own.cache
+        sizes = (cache.num_heads, cache.capacity, cache.words)
+        where = (cache.table, *sizes, own.past_len, own.chosen)
+        self._kernels.launch("keep_kv", *where, blocks=cache.num_blocks)
+        if self.draft is not None:
+            # No more rows may wait than the draft half reads.
+            self.feed(self.draft, num_rows, 0, self.engines.round_rows)
+        self.advance()
+
+    def clear_behind(self, num_slots: int) -> None:
+        """Zeros the target's next slots."""
+        own, cache = self.own, self.own.cache
+        sizes = (cache.num_heads, cache.capacity, cache.words)
+        where = (cache.table, *sizes, own.past_len, num_slots)
+        self._kernels.launch("clear_kv", *where, blocks=cache.num_blocks)
+
+    def clear(self) -> None:
+        """Zeros both caches."""
+        self.own.cache.clear(self._driver)
+        if self.draft is not None:
+            self.draft.cache.clear(self._driver)
+
+    def _place(self, width: int, tree: tuple[int, int, int, int, int]) -> None:
+        """tree: addresses of tokens, parents, number of nodes, node limit, root."""
+        own = self.own
+        outputs = (own.input_ids, own.position_ids, own.tree_mask, own.num_used)
+        sizes = (own.past_len, own.vocab_size, width)
+        self._kernels.launch_rows("place_tree", width, *tree, *sizes, *outputs)
+
+    def _draft_half(self, call: PlanCall, draft: DraftBuffers) -> None:
+        call.enqueue()
+        self._kernels.launch("draft_done", draft.past_len, draft.num_rows, threads=1)
+
+    def _target_half(self, call: PlanCall, width: int) -> None:
+        own, draft = self.own, self.draft
+        limit, greedy = own.settings, own.settings + 8
+        tree = (own.input_ids, own.chain, own.endless)  # of which only the root is used
+        if draft is not None:
+            tree = (draft.tokens, draft.parents, draft.num_nodes)
+        self._place(width, (*tree, limit, own.root))
+        call.enqueue()
+        seen = (own.input_ids, tree[1], own.position_ids, own.next_token, own.num_used)
+        self._kernels.launch("accept_greedy", *seen, greedy, own.chosen, own.result, threads=1)
+        self.commit(width)
+        self._driver.download(self.staging.result, own.result, 8 * (RESULT_HEAD + width))
+
+    def _capture(self, widths: Sequence[int]) -> None:
+        """Warms up and captures every graph; then clears what that left in the caches."""
+        own, draft, engines = self.own, self.draft, self.engines
+        self.staging.settings_values[:] = (1, 0)
+        self._driver.upload(own.settings, self.staging.settings, 16)
+        if draft is not None and engines.draft is not None:
+            one = self._driver.allocate_host(8)
+            one.view(np.int64)[0] = 1
+            self._driver.upload(draft.num_rows, one, 8)
+            shapes = _shapes(engines.bound_draft(), engines.round_rows)
+            call = engines.draft.call(shapes, draft.addresses(), self._scratch)
+            self.draft_graph = self._captured(call, partial(self._draft_half, call, draft))
+        addresses = own.addresses(own.rows)
+        for width in widths:
+            shapes = _shapes(bound_target(engines.manifest), width, width)
+            verify = engines.target.call(shapes, addresses, self._scratch)
+            issue = partial(self._target_half, verify, width)
+            self.target_graphs[width] = self._captured(verify, issue)
+        self.clear()
+        self._driver.synchronize()
+
+    def _captured(self, call: PlanCall, issue: Callable[[], Any]) -> Graph:
+        """The first call of a shape sets up what must not happen inside a capture."""
+        issue()
+        self._driver.synchronize()
+        call.check_capturable()
+        with self._driver.capture() as graphs:
+            issue()
+        return graphs[0]
+
+
+def _shapes(bound: Bound, num_rows: int, num_logit_rows: int = 1) -> dict[str, Shape]:
+    """The shapes of a call's inputs: N rows, M of them with logits, one sequence."""
+    sizes = {"B": 1, "N": num_rows, "M": num_logit_rows}
+    return {
+        spec.name: tuple(dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape)
+        for spec in bound.inputs
+    }

@@ -1,0 +1,157 @@
+// The glue of a round on the device, batch 1: lay out the tree, accept, compact the caches, feed
+// the draft. Launched by kernels.py; tests/runtime/gpu holds the same functions in numpy.
+//
+// Letters as in docs/method.md: W rows of the target's call, M nodes of the draft's tree, S slots
+// of a cache, Hkv its heads. Every argument is a pointer to device memory or a 64-bit integer, so
+// that a launch needs no table of types. Rows of caches and features are moved as 4-byte words,
+// whatever they hold. No kernel needs a barrier: what one thread reads, no other thread of the same
+// launch writes.
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned char u8;
+
+// Nodes of the tree that this call runs: those that fit, up to the first that is no token. Every
+// prefix of a tree is a tree, as parents stand before their children.
+__device__ static i64 usable(const i64* tokens, i64 num_nodes, i64 limit, i64 width, i64 vocab_size)
+{
+    i64 used = num_nodes < limit ? num_nodes : limit;
+    used = used < width ? used : width;
+    for (i64 node = 1; node < used; ++node)
+        if (tokens[node] < 0 || tokens[node] >= vocab_size) return node;
+    return used < 1 ? 1 : used;
+}
+
+// The target's inputs for the first W nodes of a tree; a thread a row. Rows beyond the tree are
+// padding: token 0 at the root's position, seeing only themselves, seen by nobody.
+extern "C" __global__ void place_tree(
+    const i64* tokens, const i64* parents, const i64* num_nodes, const i64* node_limit,
+    const i64* root, const i64* past_len, i64 vocab_size, i64 width,
+    i64* input_ids, i64* position_ids, u8* tree_mask, i64* num_used)
+{
+    const i64 row = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= width) return;
+    const i64 used = usable(tokens, *num_nodes, *node_limit, width, vocab_size);
+    u8* mask = tree_mask + row * width;
+    for (i64 column = 0; column < width; ++column) mask[column] = column == row;
+    i64 depth = 0;
+    if (row < used) {
+        for (i64 node = row; node > 0; ++depth) {
+            const i64 parent = parents[node];
+            node = parent >= 0 && parent < node ? parent : 0;  // else a broken tree would hang here
+            mask[node] = 1;
+        }
+    }
+    input_ids[row] = row == 0 ? *root : row < used ? tokens[row] : 0;
+    position_ids[row] = *past_len + depth;
+    if (row == 0) *num_used = used;
+}
+
+// Greedy acceptance, by one thread: a tree is some hundred integers, all of them in the L1 cache.
+// chosen: number of rows to keep (root included), the target's own token, then those rows. result:
+// what the host reads. With greedy = 0 the host chooses, and nothing is kept here. A row whose
+// logits are NaN spoils the others (0 times NaN is NaN), so nothing of its call is kept.
+extern "C" __global__ void accept_greedy(
+    const i64* input_ids, const i64* parents, const i64* position_ids, const i64* next_token,
+    const i64* num_used, const i64* greedy, i64* chosen, i64* result)
+{
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    const i64 used = *num_used;
+    i64 spoiled = 0, depth = 0;
+    for (i64 node = 0; node < used; ++node) {
+        spoiled |= next_token[node] < 0;
+        const i64 own = position_ids[node] - position_ids[0];
+        depth = own > depth ? own : depth;
+    }
+    i64* path = chosen + 2;
+    i64 kept = 0, token = -1;
+    if (*greedy && !spoiled) {
+        i64 node = 0;
+        while (node >= 0) {
+            path[kept] = node;
+            result[5 + kept] = input_ids[node];
+            ++kept;
+            token = next_token[node];
+            i64 child = node + 1;
+            while (child < used && (parents[child] != node || input_ids[child] != token)) ++child;
+            node = child < used ? child : -1;
+        }
+    }
+    chosen[0] = kept;
+    chosen[1] = token;
+    result[0] = spoiled;
+    result[1] = kept;
+    result[2] = token;
+    result[3] = depth;
+    result[4] = used;
+}
+
+// Moves the kept rows of every cache to slots past, past + 1, ...; a block a cache and head. Rows
+// are ascending and never move to the right, so a thread that walks its column in order reads every
+// row before it is overwritten. caches: addresses of [Hkv, S, words] blocks.
+extern "C" __global__ void keep_kv(
+    const u64* caches, i64 num_heads, i64 capacity, i64 words,
+    const i64* past_len, const i64* chosen)
+{
+    u32* first = (u32*)caches[blockIdx.x / num_heads];
+    first += ((i64)(blockIdx.x % num_heads) * capacity + *past_len) * words;
+    const i64 kept = chosen[0];
+    const i64* path = chosen + 2;
+    for (i64 word = threadIdx.x; word < words; word += blockDim.x)
+        for (i64 row = 1; row < kept; ++row)
+            if (path[row] != row) first[row * words + word] = first[path[row] * words + word];
+}
+
+// Zeros `count` slots from `past` on: numbers that are none must not stay where a mask hides them.
+extern "C" __global__ void clear_kv(
+    const u64* caches, i64 num_heads, i64 capacity, i64 words, const i64* past_len, i64 count)
+{
+    u32* first = (u32*)caches[blockIdx.x / num_heads];
+    first += ((i64)(blockIdx.x % num_heads) * capacity + *past_len) * words;
+    const i64 room = capacity - *past_len;
+    const i64 size = (count < room ? count : room) * words;
+    for (i64 word = threadIdx.x; word < size; word += blockDim.x) first[word] = 0;
+}
+
+// Files kept rows first .. kept - 1 behind the rows that wait for the draft: a block a row. A row
+// pairs a position's features with the token of the next position. Rows that find no room are
+// dropped: only a request without a draft lets them pile up.
+extern "C" __global__ void feed_draft(
+    const u32* features, i64 words, const i64* input_ids, const i64* chosen, i64 first,
+    const i64* draft_rows, i64 capacity, u32* draft_features, i64* draft_next_ids)
+{
+    const i64 kept = chosen[0], row = (i64)blockIdx.x + first;
+    const i64 to = *draft_rows + (i64)blockIdx.x;
+    if (row >= kept || to >= capacity) return;
+    const i64* path = chosen + 2;
+    for (i64 word = threadIdx.x; word < words; word += blockDim.x)
+        draft_features[to * words + word] = features[path[row] * words + word];
+    if (threadIdx.x == 0)
+        draft_next_ids[to] = row + 1 < kept ? input_ids[path[row + 1]] : chosen[1];
+}
+
+// Commits the kept rows: the target's length grows, its own token is the next root.
+extern "C" __global__ void advance(const i64* chosen, i64* past_len, i64* root)
+{
+    if (blockIdx.x != 0 || threadIdx.x != 0 || chosen[0] == 0) return;
+    *past_len += chosen[0];
+    *root = chosen[1];
+}
+
+// Counts the rows that feed_draft filed with the same arguments.
+extern "C" __global__ void count_fed(const i64* chosen, i64 first, i64 capacity, i64* draft_rows)
+{
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    const i64 left = chosen[0] - first, room = capacity - *draft_rows;
+    const i64 fed = left < room ? left : room;
+    if (fed > 0) *draft_rows += fed;
+}
+
+// The draft has run its waiting rows: they are in its cache now.
+extern "C" __global__ void draft_done(i64* draft_past_len, i64* draft_rows)
+{
+    if (blockIdx.x != 0 || threadIdx.x != 0) return;
+    *draft_past_len += *draft_rows;
+    *draft_rows = 0;
+}

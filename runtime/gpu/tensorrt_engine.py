@@ -1,0 +1,334 @@
+"""A TensorRT plan file as calls over fixed addresses.
+
+A `PlanFile` says what the file was built with; `load_engine` refuses one for another GPU or library
+and compares its bindings with what the caller will bind. `PlanEngine.call` makes one context for
+one set of shapes: a CUDA graph that was captured from a context is only good while nothing of that
+context changes, so every width has its own, and all of them share one piece of scratch memory,
+which they may because one stream runs them in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing
+from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
+from eagle3.runtime.manifest import TensorSpec
+from eagle3.runtime.session import Bound
+
+Shape = tuple[int, ...]
+
+LIBRARIES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+"""Backend -> the module that runs its plan files."""
+_DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "INT8": "int8",
+    "UINT8": "uint8",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A compiled engine on disk and what it was built with.
+
+    backend: a key of LIBRARIES. compute_capability: of the GPU it is for, as "8.9". rebuild: the
+    command that builds it again.
+    """
+
+    path: Path
+    backend: str
+    library_version: str
+    compute_capability: str
+    rebuild: str
+
+
+class TensorRT:
+    """The library of a backend, with a logger that keeps what it complained of.
+
+    Raises EngineMissing where it is not installed.
+    """
+
+    def __init__(self, backend: str, module: Any | None = None) -> None:
+        self.backend = backend
+        self.module = _imported(backend) if module is None else module
+        self.version = str(self.module.__version__)
+        self.complaints: list[str] = []
+        self.logger = _logger(self.module, self.complaints)
+        self.runtime = self.module.Runtime(self.logger)
+
+    def last_complaint(self) -> str:
+        """What the library said last, for a message; forgotten afterwards."""
+        said = self.complaints[-1] if self.complaints else "the library gave no reason"
+        self.complaints.clear()
+        return said
+
+
+def _imported(backend: str) -> Any:
+    name = LIBRARIES[backend]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = "eagle3[tensorrt]" if backend == "tensorrt" else "tensorrt-rtx-cu13"
+        raise EngineMissing(
+            f"backend {backend} needs the package {name}: pip install '{extra}' ({error})"
+        ) from error
+
+
+def _logger(module: Any, complaints: list[str]) -> Any:
+    class Logger(module.ILogger):  # type: ignore[misc]
+        """Keeps warnings and errors; prints nothing."""
+
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            """Called by the library, from any of its threads."""
+            if severity <= module.ILogger.Severity.ERROR:
+                complaints.append(" ".join(str(text).split()))
+
+    return Logger()
+
+
+class PlanEngine:
+    """A deserialized plan file."""
+
+    def __init__(self, name: str, file: PlanFile, library: TensorRT, driver: Driver) -> None:
+        self.name, self._file, self._library, self._driver = name, file, library, driver
+        self._engine = _deserialized(name, file, library)
+        self._names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
+        mode = library.module.TensorIOMode.INPUT
+        inputs = {n for n in self._names if self._engine.get_tensor_mode(n) == mode}
+        self.inputs = tuple(self._spec(n) for n in self._names if n in inputs)
+        self.outputs = tuple(self._spec(n) for n in self._names if n not in inputs)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What a call of the hungriest profile needs besides its inputs and outputs."""
+        return max(
+            int(self._engine.get_device_memory_size_for_profile_v2(profile))
+            for profile in range(self._engine.num_optimization_profiles)
+        )
+
+    def largest(self, name: str, axis: int) -> int:
+        """The most that any profile allows of one dimension of an input."""
+        return max(
+            int(tuple(self._engine.get_tensor_profile_shape(name, profile)[2])[axis])
+            for profile in range(self._engine.num_optimization_profiles)
+        )
+
+    def call(
+        self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], scratch: DeviceBuffer
+    ) -> PlanCall:
+        """A context of its own for inputs of these shapes, all tensors at these addresses.
+
+        Raises EngineError when no profile takes the shapes or the library refuses an address.
+        """
+        profile = self._profile_for(shapes)
+        context = self._context()
+        context.set_device_memory(scratch.address, scratch.num_bytes)
+        self._must(context.set_optimization_profile_async(profile, self._driver.stream), "profile")
+        self.reshape(context, shapes)
+        for name in self._names:
+            self._must(context.set_tensor_address(name, addresses[name]), f"address of {name}")
+        return PlanCall(self, context, profile)
+
+    def loose_call(
+        self,
+        shapes: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        scratch: DeviceBuffer,
+        contexts: dict[int, PlanCall],
+    ) -> PlanCall:
+        """As `call`, but of the profile's one context in `contexts`: the next such call changes it,
+        so it must not be captured."""
+        profile = self._profile_for(shapes)
+        if profile not in contexts:
+            contexts[profile] = self.call(shapes, addresses, scratch)
+        self.reshape(contexts[profile].context, shapes)
+        return contexts[profile]
+
+    def reshape(self, context: Any, shapes: Mapping[str, Shape]) -> None:
+        """Sets the inputs' shapes."""
+        for name, shape in shapes.items():
+            self._must(context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
+
+    def _context(self) -> Any:
+        module = self._library.module
+        user_managed = module.ExecutionContextAllocationStrategy.USER_MANAGED
+        strategies = getattr(module, "DynamicShapesKernelSpecializationStrategy", None)
+        if strategies is None:
+            context = self._engine.create_execution_context(user_managed)
+        else:
+            # TensorRT for RTX compiles kernels for a shape in the background and swaps them in
+            # later, by default; a captured graph would keep the slower ones for ever.
+            config = self._engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(user_managed)
+            config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+            context = self._engine.create_execution_context(config)
+        if context is None:
+            raise DeviceError(
+                f"no context for engine '{self.name}': {self._library.last_complaint()}"
+            )
+        return context
+
+    def enqueue(self, context: Any) -> None:
+        """Issues one call. Raises EngineError."""
+        self._driver.counters.engine_launches += 1
+        self._must(context.execute_async_v3(self._driver.stream), "the call")
+
+    def check_capturable(self, context: Any) -> None:
+        """Raises EngineError where a CUDA graph cannot hold this call."""
+        ask = getattr(context, "is_stream_capturable", None)  # not in every TensorRT
+        if ask is not None and not ask(self._driver.stream):
+            raise EngineError(
+                f"engine '{self.name}' ({self._file.path}) has layers that no CUDA graph can hold;"
+                f" run `{self._file.rebuild}`"
+            )
+
+    def check_aliases(self) -> None:
+        """Raises BundleError unless every cache is written in place: past and present are bound to
+        one address, which is right for no other engine."""
+        ask = getattr(self._engine, "get_aliased_input_tensor", None)  # not in every TensorRT
+        for name in (spec.name for spec in self.outputs if spec.name.startswith("present_")):
+            past = name.replace("present_", "past_")
+            if ask is not None and ask(name) != past:
+                raise BundleError(
+                    f"engine '{self.name}' ({self._file.path}): {name} is not written in place of"
+                    f" {past}; run `{self._file.rebuild}`"
+                )
+
+    def _must(self, accepted: bool, what: str) -> None:
+        if not accepted:
+            raise EngineError(
+                f"engine '{self.name}' refused {what}: {self._library.last_complaint()}"
+            )
+
+    def _profile_for(self, shapes: Mapping[str, Shape]) -> int:
+        """The first profile whose ranges hold all shapes."""
+        for profile in range(self._engine.num_optimization_profiles):
+            if all(self._holds(profile, name, shape) for name, shape in shapes.items()):
+                return profile
+        name, shape = next(iter(shapes.items()))
+        raise EngineError(
+            f"no profile of engine '{self.name}' takes {name} {list(shape)} and what goes with it;"
+            f" run `{self._file.rebuild}`"
+        )
+
+    def _holds(self, profile: int, name: str, shape: Shape) -> bool:
+        low, _, high = map(tuple, self._engine.get_tensor_profile_shape(name, profile))
+        return len(low) == len(shape) and all(
+            a <= size <= b for a, size, b in zip(low, shape, high, strict=True)
+        )
+
+    def _spec(self, name: str) -> TensorSpec:
+        dtype = str(self._engine.get_tensor_dtype(name)).rsplit(".", 1)[-1]
+        shape = tuple("?" if dim < 0 else int(dim) for dim in self._engine.get_tensor_shape(name))
+        return TensorSpec(name, _DTYPES.get(dtype, dtype.lower()), shape)
+
+
+class PlanCall:
+    """One shape of an engine, ready to be issued again and again."""
+
+    def __init__(self, engine: PlanEngine, context: Any, profile: int) -> None:
+        self._engine, self.context, self.profile = engine, context, profile
+
+    def enqueue(self) -> None:
+        """Issues the call on the driver's stream."""
+        self._engine.enqueue(self.context)
+
+    def check_capturable(self) -> None:
+        """Raises EngineError where a CUDA graph cannot hold this call; after a first `enqueue`."""
+        self._engine.check_capturable(self.context)
+
+
+def load_engine(
+    name: str, file: PlanFile, bound: Bound, library: TensorRT, driver: Driver
+) -> PlanEngine:
+    """Loads a plan file that was built for this GPU and library and has the tensors of `bound`.
+
+    Raises BundleError, with the command that rebuilds, for any other.
+    """
+    _refuse_foreign(name, file, library, driver)
+    engine = PlanEngine(name, file, library, driver)
+    _compare(name, file, "input", engine.inputs, bound.inputs)
+    _compare(name, file, "output", engine.outputs, bound.outputs)
+    engine.check_aliases()
+    return engine
+
+
+def _refuse_foreign(name: str, file: PlanFile, library: TensorRT, driver: Driver) -> None:
+    where = f"engine '{name}' ({file.path})"
+    if file.backend != library.backend:
+        raise BundleError(
+            f"{where} was built by {file.backend}, {library.backend} was asked for: load it with"
+            f" backend='{file.backend}', or run `{file.rebuild}`"
+        )
+    if driver.compute_capability != file.compute_capability:
+        raise BundleError(
+            f"{where} was built for compute capability {file.compute_capability},"
+            f" {driver.device_name} has {driver.compute_capability}: run `{file.rebuild}`"
+        )
+    if file.library_version != library.version:
+        raise BundleError(
+            f"{where} was built by {file.backend} {file.library_version}, installed is"
+            f" {library.version}: run `{file.rebuild}`"
+        )
+
+
+def _deserialized(name: str, file: PlanFile, library: TensorRT) -> Any:
+    try:
+        content = file.path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"engine '{name}' ({file.path}) cannot be read: {error}") from error
+    engine = library.runtime.deserialize_cuda_engine(content)
+    if engine is None:
+        raise BundleError(
+            f"engine '{name}' ({file.path}) cannot be loaded: {library.last_complaint()};"
+            f" run `{file.rebuild}`"
+        )
+    return engine
+
+
+def _compare(
+    name: str,
+    file: PlanFile,
+    kind: str,
+    found: Sequence[TensorSpec],
+    expected: Iterable[TensorSpec],
+) -> None:
+    """Names, dtypes, ranks and fixed dimensions; a dimension that is free in one may be in both."""
+    left = {spec.name: spec for spec in found}
+    for spec in expected:
+        own = left.pop(spec.name, None)
+        if own is None or not _fits(own, spec):
+            has = "none of that name" if own is None else _say(own)
+            raise BundleError(
+                f"engine '{name}' ({file.path}): {kind} {_say(spec)} is asked for by the manifest,"
+                f" the plan file has {has}: run `{file.rebuild}`"
+            )
+    if left:
+        raise BundleError(
+            f"engine '{name}' ({file.path}): {kind} {_say(next(iter(left.values())))} is unknown to"
+            f" the manifest: run `{file.rebuild}`"
+        )
+
+
+def _fits(own: TensorSpec, spec: TensorSpec) -> bool:
+    def both(a: int | str, b: int | str) -> bool:
+        return a == b or isinstance(a, str) or isinstance(b, str)
+
+    same_rank = len(own.shape) == len(spec.shape)
+    return own.dtype == spec.dtype and same_rank and all(map(both, own.shape, spec.shape))
+
+
+def _say(spec: TensorSpec) -> str:
+    return f"{spec.name} {spec.dtype} [{', '.join(map(str, spec.shape))}]"

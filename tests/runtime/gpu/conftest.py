@@ -1,0 +1,33 @@
+"""A portable bundle on the stand-in, beside the same bundle on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from on_device import OnDevice, on_device
+
+import eagle3
+from eagle3.runtime.bundle import Bundle
+
+
+@pytest.fixture(scope="session")
+def portable(llama_folder: Path, head_folder: Path, tmp_path_factory: Any) -> Bundle:
+    """The tiny Llama and its random head in the lowering that TensorRT compiles."""
+    folder = tmp_path_factory.mktemp("bundles") / "portable"
+    return tiny.export_tiny(llama_folder, head_folder, folder, tiny.tiny_plan(lowering="portable"))
+
+
+@pytest.fixture(scope="session")
+def device(portable: Bundle, tmp_path_factory: Any) -> Iterator[OnDevice]:
+    """`portable` on the stand-in."""
+    yield on_device(portable, tmp_path_factory.mktemp("plans"))
+
+
+@pytest.fixture(scope="session")
+def cpu(portable: Bundle) -> Iterator[eagle3.Engine]:
+    """`portable` on the CPU."""
+    yield eagle3.load(portable.root, threads=1)
