@@ -198,4 +198,4 @@ def test_inspect_shows_them(built: Bundle) -> None:
     assert "STALE, made from another eagle3.draft.onnx: build it again" in lines[0]
     files = json.loads(json.dumps(describe(built)))["plan_files"]
     assert [each["stale"] for each in files] == [True, False, False, False]
-    assert files[2]["path"].endswith("target.plan") and files[2]["aliases"]
+    assert files[3]["path"].endswith("target.plan") and files[3]["aliases"]
