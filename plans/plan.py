@@ -118,12 +118,7 @@ class TreePlan:
 
     @classmethod
     def from_json(cls, data: object) -> TreePlan:
-        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field.
-
-        `static` may be missing: the trees of older bundles are dynamic.
-        """
-        if isinstance(data, Mapping):
-            data = {"static": None, **data}
+        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
         values = _exact_fields(cls, data, "tree")
         static = values.pop("static")
         return cls(**values, static=None if static is None else TreePaths.from_json(static))
