@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +220,7 @@ def test_what_only_the_cpu_can_do_is_refused_by_name(device: OnDevice) -> None:
         _ = device.engine.target
 
 
+@pytest.mark.skipif(find_spec("cuda") is None, reason="needs cuda-bindings")
 def test_plan_files_are_found_beside_the_bundle(portable: Bundle, tmp_path: Path) -> None:
     copy = tiny.edited_bundle(portable, tmp_path / "bundle")
     setup = Setup(copy, tmp_path)
@@ -232,6 +235,13 @@ def test_plan_files_are_found_beside_the_bundle(portable: Bundle, tmp_path: Path
         (folder / f"{name}.json").write_text(json.dumps(note))
     device = load_device(copy, "tensorrt", setup.driver, setup.library)
     assert device.drafts
+    closed: list[bool] = []
+    setup.driver.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    other_device = load_device(copy, "tensorrt", setup.driver, setup.library)
+    assert not closed
+    del other_device
+    gc.collect()
+    assert closed == [True], "its memory goes with it, not with the process"
     assert eagle3.Engine(copy, 1, device).generate([5, 6], max_new_tokens=3).token_ids
     (folder / "target.json").write_text("{}")
     with pytest.raises(BundleError, match=r"target.json cannot be read .*: run `eagle3 build"):
