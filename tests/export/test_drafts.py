@@ -113,7 +113,7 @@ def test_the_graph_that_grows_a_tree_reads_its_own_layers_too(several: Bundle) -
     for name in ("outer", "mine"):
         features = several.manifest.engines[f"{name}.draft_tree"].inputs[0]
         assert features.shape == ("B", "N", len(LAYERS[name]) * tiny.HIDDEN)
-        eagle3.load(several.root, threads=1).generate("t3", drafter=name, max_new_tokens=4)
+        eagle3.load(several.root, threads=1).generate("t3", drafter=name, max_new_tokens=20)
     _, first = bundle_facts(several)
     assert first is not None and first.feature_size == len(LAYERS["outer"]) * tiny.HIDDEN
     assert several.manifest.target.feature_size == 3 * tiny.HIDDEN
