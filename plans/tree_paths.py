@@ -173,3 +173,5 @@ def _eagle1() -> Iterator[tuple[int, ...]]:
 STATIC_TREES = {"eagle1": TreePaths(tuple(_eagle1()))}
 """Name -> tree. `eagle1`: the 25 nodes of the EAGLE-1 reference."""
 _NAMES = ", ".join([DYNAMIC, *STATIC_TREES])
+TREE_CHOICES = f"{_NAMES}, or a JSON file of child-rank paths"
+"""What may be given where a tree is asked for, in words."""

@@ -107,7 +107,7 @@ def _draft(bundle: Bundle, name: str, target: TargetFacts) -> DraftFacts:
         draft_vocab_size=info.draft_vocab_size,
         hidden_size=info.hidden_size,
         intermediate_size=_mlp_width(step, info.hidden_size, rows),
-        feature_size=bundle.manifest.target.feature_size,
+        feature_size=len(info.aux_layer_ids) * bundle.manifest.target.hidden_size,
         attention=attention,
     )
 

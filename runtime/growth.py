@@ -51,7 +51,7 @@ class GrowthEngine:
     ) -> None:
         manifest, info = bundle.manifest, bundle.manifest.drafts[name]
         self._tree = info.tree
-        bound = _bound(manifest, info)
+        bound = _bound(manifest, info, draft.feature_size)
         self._session = load_session(bundle, engine_name(name, ENGINE), bound, threads, clock)
         self._draft = draft
         nodes = self._tree.num_draft_tokens + 1
@@ -102,12 +102,12 @@ class GrowthEngine:
         return inputs, outputs
 
 
-def _bound(manifest: Manifest, info: DraftInfo) -> Bound:
-    """What `_values` binds."""
+def _bound(manifest: Manifest, info: DraftInfo, feature_size: int) -> Bound:
+    """What `_values` binds. feature_size: F, of the layers that this head fuses."""
     plan, nodes = manifest.plan, info.tree.num_draft_tokens + 1
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = (
-        TensorSpec("features", plan.dtype, ("B", "N", manifest.target.feature_size)),
+        TensorSpec("features", plan.dtype, ("B", "N", feature_size)),
         TensorSpec("next_ids", "int64", ("B", "N")),
         TensorSpec("num_rows", "int64", ("B",)),
         TensorSpec("past_len", "int64", ("B",)),

@@ -75,6 +75,10 @@ def test_the_wheel_installs_one_command(wheel: set[str]) -> None:
     assert scripts == {"eagle3": "eagle3.cli:main"}
 
 
+def test_the_root_holds_the_package_and_its_command() -> None:
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "cli.py"}
+
+
 def test_the_light_install_is_light() -> None:
     """torch and the like stand in extras only; the two engine packages in one each."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from eagle3.runtime.draft import DraftEngine, DraftOutput
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
+from eagle3.runtime.drafters.draw import draw
 from eagle3.runtime.growth import GrowthEngine
-from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
+from eagle3.runtime.sampling import Float32s
 from eagle3.runtime.tree import Tree
 from eagle3.runtime.tree_builder import tree_builder
 
@@ -112,7 +113,7 @@ class EagleDrafter:
         out = self._extend(1, want_logits=True)
         for depth in range(1, request.tree.depth_in_use + 1):
             assert out.logits is not None
-            drawn = self._draw(out.logits[0], request)
+            drawn = draw(out.logits[0], request, self._vocab_size, self._target_ids)
             if drawn is None:
                 break
             token, q[depth - 1] = drawn
@@ -122,14 +123,3 @@ class EagleDrafter:
                 ids = np.array([token], np.int64)
                 out = self._engine.step(ids, out.hidden[-1:].copy(), depth, seen, 1, True)
         return Tree.chain(request.root, tokens, q)
-
-    def _draw(self, logits: Float32s, request: DraftRequest) -> tuple[int, Float32s] | None:
-        """A token of the target's vocabulary and the q [V] it was drawn from."""
-        assert request.temperature is not None and request.rng is not None
-        probs = draft_probs(logits, request.temperature)
-        if probs is None:
-            return None
-        draft_id = sample_inverse_cdf(probs, request.rng.random())
-        q = np.zeros(self._vocab_size, np.float32)
-        q[self._target_ids] = probs
-        return int(self._target_ids[draft_id]), q

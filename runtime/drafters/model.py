@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from eagle3.runtime.draft_model import ModelEngine, ModelOutput
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
-from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
-from eagle3.runtime.tree import DynamicTree, Tree
+from eagle3.runtime.drafters.draw import draw
+from eagle3.runtime.sampling import Float32s
+from eagle3.runtime.tree import Tree
+from eagle3.runtime.tree_builder import tree_builder
 
 
 class ModelDrafter:
-    """Dynamic tree of deterministic candidates, or a chain (method sections 2 and 3).
+    """A tree of deterministic candidates, or a chain (method sections 2 and 3).
 
     name: the drafter's, in its bundle. vocab_size: V, the target's.
     """
@@ -57,7 +59,7 @@ class ModelDrafter:
         self._text[self._observed] = min(request.root, self._engine.draft_vocab_size - 1)
         if request.tree.draft_top_k == 1:
             return self._chain(request)
-        return self._dynamic_tree(request)
+        return self._tree(request)
 
     def _num_agreeing(self, count: int) -> int:
         """How many rows of the cache are those of the text's first `count` tokens."""
@@ -76,11 +78,12 @@ class ModelDrafter:
             out = engine.extend(part, top_k, want_logits)
         return out
 
-    def _dynamic_tree(self, request: DraftRequest) -> Tree:
-        """EAGLE-2's expand and rerank, by the model's own probabilities; one call a level."""
-        plan, engine = request.tree, self._engine
-        top_k = min(plan.top_k_in_use, engine.draft_vocab_size)
-        tree = DynamicTree(request.root, top_k, plan.depth_in_use, plan.num_draft_tokens)
+    def _tree(self, request: DraftRequest) -> Tree:
+        """A static tree, or EAGLE-2's expand and rerank by the model's own probabilities; one call
+        a level."""
+        engine = self._engine
+        top_k = min(request.tree.top_k_in_use, engine.draft_vocab_size)
+        tree = tree_builder(request.root, request.tree, top_k)
         out = self._catch_up(self._observed + 1, top_k, False)
         tree.add_root_candidates(out.top_ids[0], out.top_log_probs[0])
         while (frontier := tree.frontier) is not None:
@@ -99,7 +102,8 @@ class ModelDrafter:
         out = self._catch_up(self._observed + 1, 1, sampled)
         while True:
             if sampled:
-                drawn = self._draw(out, request)
+                assert out.logits is not None
+                drawn = draw(out.logits[0], request, self._vocab_size)
                 if drawn is None:
                     break
                 token, q[len(tokens)] = drawn
@@ -113,14 +117,3 @@ class ModelDrafter:
             self._rows[self._engine.num_rows] = token
             out = self._engine.extend(np.array([token], np.int64), 1, sampled)
         return Tree.chain(request.root, tokens, q if sampled else None)
-
-    def _draw(self, out: ModelOutput, request: DraftRequest) -> tuple[int, Float32s] | None:
-        """A token and the q [V] it was drawn from; None where the logits are no numbers."""
-        assert out.logits is not None and request.temperature is not None
-        assert request.rng is not None
-        probs = draft_probs(out.logits[0], request.temperature)
-        if probs is None:
-            return None
-        q = np.zeros(self._vocab_size, np.float32)
-        q[: len(probs)] = probs
-        return sample_inverse_cdf(probs, request.rng.random()), q

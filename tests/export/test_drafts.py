@@ -22,6 +22,7 @@ from eagle3.export.drafts import DraftSource, is_causal_lm
 from eagle3.export.weights import StoredGraph
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle_facts import bundle_facts
 from eagle3.runtime.describe import cache_bytes, description_lines
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import BundleError, CheckpointError, ExportError, SelfCheckFailed
@@ -103,6 +104,19 @@ def test_each_head_reads_its_own_layers(several: Bundle, model: Any, name: str) 
     np.testing.assert_allclose(drafter._engine.feature_slots(len(prompt)), expected, atol=1e-4)
     plain = engine.generate(prompt, drafter="none", **OPTIONS).token_ids
     assert engine.generate(prompt, drafter=name, **OPTIONS).token_ids == plain
+
+
+def test_the_graph_that_grows_a_tree_reads_its_own_layers_too(several: Bundle) -> None:
+    """And memory is reckoned for what the first head reads, not for all that the target
+    puts out.
+    """
+    for name in ("outer", "mine"):
+        features = several.manifest.engines[f"{name}.draft_tree"].inputs[0]
+        assert features.shape == ("B", "N", len(LAYERS[name]) * tiny.HIDDEN)
+        eagle3.load(several.root, threads=1).generate("t3", drafter=name, max_new_tokens=20)
+    _, first = bundle_facts(several)
+    assert first is not None and first.feature_size == len(LAYERS["outer"]) * tiny.HIDDEN
+    assert several.manifest.target.feature_size == 3 * tiny.HIDDEN
 
 
 def test_words_and_caches_name_every_draft(several: Bundle) -> None:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from eagle3 import cli
-from eagle3.export import build
+from eagle3.export import build, commands
 from eagle3.export.build import ExportRequest, export_bundle
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.preset import load_preset
@@ -39,7 +39,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
 
     monkeypatch.setattr(build, "export_bundle", fake)
     monkeypatch.setattr(describe, "export_lines", lambda _: [])
-    monkeypatch.setattr(cli, "build_exported", lambda root: [f"built {root}"])
+    monkeypatch.setattr(commands, "build_exported", lambda root: [f"built {root}"])
     monkeypatch.setattr(describe, "plan_file_lines", lambda files: files)
     return requests
 

@@ -21,17 +21,22 @@ from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.model import ModelDrafter
 from eagle3.runtime.tree import Tree
 
+
+def sizes(tree: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("draft_top_k", "draft_depth", "num_draft_tokens"), tree, strict=True))
+
+
 NO_EOS = {"logit_bias": {1: -100.0}}
 GREEDY: dict[str, Any] = {**NO_EOS, "max_new_tokens": 100}
 COUPLED: dict[str, Any] = {**GREEDY, "temperature": 1.0, "acceptance": "coupled", "seed": 7}
 SAMPLED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "acceptance": "rejection"}
-TREES = [(1, 1, 1), (1, 5, 5), (3, 3, 6), (4, 4, 10), (8, 2, 30)]
+TREES: list[dict[str, Any]] = [
+    *(sizes(each) for each in [(1, 1, 1), (1, 5, 5), (3, 3, 6), (4, 4, 10), (8, 2, 30)]),
+    {"tree": "eagle1"},
+    {"tree": [[0], [0, 0], [1]], "num_draft_tokens": 2},
+]
 DRAFTS = ("cousin", "stranger", "itself")  # as they stand in the bundle
 CHAIN = TreePlan(1, 4, 4)
-
-
-def sizes(tree: tuple[int, int, int]) -> dict[str, int]:
-    return dict(zip(("draft_top_k", "draft_depth", "num_draft_tokens"), tree, strict=True))
 
 
 def prompts(count: int, vocab_size: int = 64) -> list[list[int]]:
@@ -92,7 +97,7 @@ def test_every_tree_gives_the_text_of_plain_decoding(
     for prompt in prompts(4):
         expected = model_engine.generate(prompt, drafter="none", **rule).token_ids
         for tree in TREES:
-            result = model_engine.generate(prompt, drafter=name, **sizes(tree), **rule)
+            result = model_engine.generate(prompt, drafter=name, **tree, **rule)
             assert result.token_ids == expected, (prompt, tree)
             num_accepted += len(expected) - 1 - result.stats.rounds
     assert num_accepted > (20 if name == "stranger" else 300)
@@ -128,19 +133,19 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Tree]]:
 
 
 @pytest.mark.parametrize("name", ["cousin", "stranger"])
-@pytest.mark.parametrize("tree", [(1, 4, 4), (3, 4, 12)])
+@pytest.mark.parametrize("tree", [sizes((1, 4, 4)), sizes((3, 4, 12)), {"tree": "eagle1"}])
 def test_trees_are_the_models_own(
     model_engine: eagle3.Engine,
     models: Models,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
-    tree: tuple[int, int, int],
+    tree: dict[str, Any],
 ) -> None:
     """Every kept node is one of its parent's likeliest, by PyTorch, in rounds after rounds: so are
     rows, positions, masks and windows, of tokens it drafted itself and of others."""
     found = recorded(monkeypatch)
     prompt = [token for token in prompts(1)[0] if token < 60]
-    result = model_engine.generate(prompt, drafter=name, **sizes(tree), **GREEDY)
+    result = model_engine.generate(prompt, drafter=name, **tree, **GREEDY)
     text = prompt + result.token_ids
     assert len(found) > 15
     for seen, proposed in found[:20]:
@@ -152,6 +157,22 @@ def test_trees_are_the_models_own(
             ids = torch.tensor([seen + proposed.path_tokens(node)])
             logits = models.lms[name](input_ids=ids, use_cache=False).logits[0, -1]
             assert children == logits.topk(len(children)).indices.tolist()
+
+
+def test_a_static_tree_has_the_nodes_of_its_paths(
+    model_engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and as sizes cut it."""
+    found = recorded(monkeypatch)
+    paths = [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 0, 0)]
+    for sizes_asked, num_nodes in (({}, 6), ({"num_draft_tokens": 4}, 4), ({"draft_depth": 1}, 2)):
+        found.clear()
+        options = {"max_new_tokens": 12, "drafter": "stranger", **NO_EOS, **sizes_asked}
+        model_engine.generate([5, 6, 7], tree=paths, **options)
+        _, tree = found[0]
+        kept = [path for path in paths if len(path) <= sizes_asked.get("draft_depth", 3)]
+        parents = [(((), *kept).index(path[:-1])) for path in kept[:num_nodes]]
+        assert tree.parents.tolist() == [-1, *parents]
 
 
 def test_the_target_as_its_own_draft_is_accepted_whole(models: Models, tmp_path: Path) -> None:
