@@ -104,6 +104,7 @@ class _Slow:
     """A drafter that takes its time."""
 
     name = "slow"
+    proposes = True
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
