@@ -17,7 +17,7 @@ demo: $(BUNDLE)/manifest.json
 	$(BIN)/eagle3 run "$(BUNDLE)" --compare --max-new-tokens 256 -- "$$PROMPT"
 
 test: .venv/installed .venv-runtime/installed lint
-	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" $(BIN)/python -m pytest -q
+	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -26,7 +26,8 @@ lint: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/pip || "$(PYTHON)" -m venv --clear .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[train,dev,tensorrt-rtx]'
+	$(BIN)/pip install --quiet --no-deps 'tensorrt-rtx-cu13==1.7.1.116'
 	touch "$@"
 
 # What a service installs: the runtime alone, without torch or transformers. It comes after the

@@ -166,6 +166,8 @@ def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
                 "self-check",
                 f"{name}: first draft token accepted {share:.1%} of the time, greedy",
             )
+        for reading, share in check.get("readings", {}).items():
+            yield "", f"{name} read {reading}: {share:.1%} (teacher-forced)"
 
 
 def _errors_text(check: Mapping[str, Any]) -> str:
