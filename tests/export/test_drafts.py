@@ -136,7 +136,9 @@ def test_two_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["none", "A", "a b", "1st", "a.b"])
+@pytest.mark.parametrize(
+    "name", ["none", "A", "a b", "1st", "a.b", "target", "tokenizer", "a" * 65]
+)
 def test_names_that_no_draft_can_have(name: str) -> None:
     with pytest.raises(ExportError, match="cannot be called"):
         DraftSource.parse(f"{name}=x")
