@@ -24,9 +24,9 @@ target's features as they are; a `model` reads tokens alone."""
 HEAD_METHODS = ("eagle3", "eagle")
 """The methods that read the target's features and have a draft vocabulary of their own."""
 BUILT_IN_DRAFTERS = ("none", "lookup")
+"""Drafters that need no engine: every bundle has them."""
 NO_DRAFT_NAMES = (*BUILT_IN_DRAFTERS, "target", "tokenizer", "chat_template")
 """What no draft may be called: other files of a bundle begin so."""
-"""Drafters that need no engine: every bundle has them."""
 
 
 def engine_name(draft: str, role: str) -> str:
