@@ -6,6 +6,7 @@ out. The bundle is replaced at the end, or stays as it was (`publish.py`).
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +28,9 @@ from eagle3.export.publish import check_output, copy_files, publish, staging
 from eagle3.export.target import Target, load_target
 from eagle3.export.weights import StoredGraph, embedding_name
 from eagle3.plans.plan import TreePlan
+from eagle3.plans.tensorrt_files import FOLDER
 from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
-from eagle3.runtime.errors import BundleError, ExportError
+from eagle3.runtime.errors import BundleError, ExportError, SelfCheckFailed
 from eagle3.runtime.manifest import Manifest, TargetInfo
 
 
@@ -90,10 +92,23 @@ def add_draft(
         )
         _refuse_altered(bundle, kept, manifest)
         write_manifest(folder, manifest)
-        check = compare(folder, target, {name: draft}, report)
+        try:
+            check = compare(folder, target, {name: draft}, report)
+        except SelfCheckFailed as error:
+            raise SelfCheckFailed(
+                f"{error}; or {request.target} is a sibling of what {request.output} was exported"
+                f" from, {before.target.source}: give that one"
+            ) from error
         write_manifest(folder, with_checks(manifest, check))
+        _copy_plan_files(bundle.root, folder, own)
         publish(folder, request.output)
     return Bundle.open(request.output), check
+
+
+def _copy_plan_files(root: Path, folder: Path, own: str) -> None:
+    """TensorRT's files of the engines that stay; they are in no manifest, and long to build."""
+    if (root / FOLDER).is_dir():
+        shutil.copytree(root / FOLDER, folder / FOLDER, ignore=shutil.ignore_patterns(f"{own}*"))
 
 
 def _refuse_other_target(source: str, target: Target, bundle: Bundle, stored: StoredGraph) -> None:

@@ -41,7 +41,7 @@ from eagle3.runtime.errors import ExportError
 from eagle3.runtime.growth import ENGINE as GROWTH
 from eagle3.runtime.growth import grown_tree
 from eagle3.runtime.manifest import (
-    BUILT_IN_DRAFTERS,
+    NO_DRAFT_NAMES,
     Convention,
     engine_name,
     is_draft_name,
@@ -61,8 +61,8 @@ class DraftSource:
     def __post_init__(self) -> None:
         if self.name is not None and not is_draft_name(self.name):
             raise ExportError(
-                f"a drafter cannot be called {self.name!r}: give a lower-case word other than"
-                f" {', '.join(BUILT_IN_DRAFTERS)}, as in mine=PATH"
+                f"a drafter cannot be called {self.name!r:.80}: give a short lower-case word other"
+                f" than {', '.join(NO_DRAFT_NAMES)}, as in mine=PATH"
             )
 
     @classmethod

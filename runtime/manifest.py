@@ -25,6 +25,8 @@ HEAD_METHODS = ("eagle3", "eagle")
 """The methods that read the target's features and have a draft vocabulary of their own."""
 BUILT_IN_DRAFTERS = ("none", "lookup")
 """Drafters that need no engine: every bundle has them."""
+NO_DRAFT_NAMES = (*BUILT_IN_DRAFTERS, "target", "tokenizer", "chat_template")
+"""What no draft may be called: other files of a bundle begin so."""
 
 
 def engine_name(draft: str, role: str) -> str:
@@ -221,7 +223,7 @@ def _without_head(data: dict[str, Any]) -> dict[str, Any]:
 
 def is_draft_name(name: str) -> bool:
     """Whether a draft may be called so; engines and files of the bundle begin with it."""
-    return bool(re.fullmatch("[a-z][a-z0-9_-]*", name)) and name not in BUILT_IN_DRAFTERS
+    return bool(re.fullmatch("[a-z][a-z0-9_-]{0,63}", name)) and name not in NO_DRAFT_NAMES
 
 
 def _check_engines(manifest: Manifest) -> None:
@@ -230,8 +232,8 @@ def _check_engines(manifest: Manifest) -> None:
     for name, info in manifest.drafts.items():
         if not is_draft_name(name):
             raise BundleError(
-                f"drafts has a draft named {name!r}: a name is a lower-case word, and none of"
-                f" {', '.join(BUILT_IN_DRAFTERS)}; export the bundle again"
+                f"drafts has a draft named {name!r:.80}: a name is a short lower-case word, and"
+                f" none of {', '.join(NO_DRAFT_NAMES)}; export the bundle again"
             )
         if info.method not in DRAFT_ENGINES:
             raise BundleError(

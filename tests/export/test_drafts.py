@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def test_two_of_one_name_are_refused(folder: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["none", "A", "a b", "1st", "a.b"])
+@pytest.mark.parametrize(
+    "name", ["none", "A", "a b", "1st", "a.b", "target", "tokenizer", "a" * 65]
+)
 def test_names_that_no_draft_can_have(name: str) -> None:
     with pytest.raises(ExportError, match="cannot be called"):
         DraftSource.parse(f"{name}=x")
@@ -268,6 +271,26 @@ def refused(request: AddRequest, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         add_draft(request)
     assert snapshot(request.output.parent) == before
+
+
+def test_plan_files_of_what_stays_stay(folder: Path, copy: Path) -> None:
+    """They cost minutes on a GPU; those of the draft that is replaced are of another graph."""
+    plans = copy / "plans" / "tensorrt-rtx-sm89"
+    plans.mkdir(parents=True)
+    for name in ("target.plan", "outer.draft.plan", "mine.draft.plan", "timing.cache"):
+        (plans / name).write_text(name)
+    add_draft(adding(folder, f"mine={folder / 'lm'}", copy, force=True))
+    kept = {path.name: path.read_text() for path in plans.iterdir()}
+    assert kept == {name: name for name in ("target.plan", "outer.draft.plan", "timing.cache")}
+
+
+def test_a_sibling_of_the_target(folder: Path, copy: Path, tmp_path: Path, model: Any) -> None:
+    """Of its sizes and its embedding, which tell nothing: the self-check does."""
+    sibling = deepcopy(model)
+    sibling.model.layers[1].mlp.up_proj.weight.data.add_(0.1)
+    target = str(tiny.save_target(tmp_path / "targets" / "tuned", sibling))
+    request = replace(adding(folder, str(folder / "lm"), copy), target=target)
+    refused(request, SelfCheckFailed, "tuned is a sibling of what .* was exported from, target")
 
 
 def test_a_model_with_one_altered_weight(
