@@ -16,7 +16,7 @@ override export PROMPT := $(value PROMPT)
 demo: $(BUNDLE)/manifest.json
 	$(BIN)/eagle3 run "$(BUNDLE)" --compare --max-new-tokens 256 -- "$$PROMPT"
 
-test: .venv/installed .venv-runtime/installed lint
+test: .venv/installed .venv-runtime/installed $(TARGET) lint
 	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: .venv/installed
