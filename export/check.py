@@ -322,7 +322,7 @@ def with_int8_weights(module: _Module) -> _Module:
     """A copy whose matrices hold the values that the int8 engine reads."""
     module = copy.deepcopy(module)
     for linear in (m for m in module.modules() if isinstance(m, torch.nn.Linear)):
-        weight = linear.weight.float().numpy().T
+        weight = linear.weight.numpy().T
         block = int8_block(weight.shape[0])
         if block is not None:
             stored, scales = block_int8(np.ascontiguousarray(weight), block)

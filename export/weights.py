@@ -137,7 +137,7 @@ def int8_block(depth: int) -> int | None:
 def quantize_int8(model: ir.Model) -> int:
     """Stores the weights of MatMuls as int8 with one scale per block of rows and column.
 
-    weight [K,N] float -> int8 [K,N] and scales [K/block,N]; DequantizeLinear in front of the
+    weight [K,N] -> int8 [K,N] and scales [K/block,N] of its dtype; DequantizeLinear in front of the
     MatMul, which ONNX Runtime fuses into one kernel. Symmetric, no zero points. Returns how many
     weights were stored so.
     """
@@ -196,7 +196,7 @@ def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, blo
 def _store_int8(model: ir.Model, weight: ir.Value, block: int) -> None:
     tensor, name = weight.const_value, weight.name
     assert tensor is not None and name is not None
-    quantized, scales = block_int8(tensor.numpy().astype(np.float32), block)
+    quantized, scales = block_int8(tensor.numpy(), block)
     for suffix, array in (("int8", quantized), ("scale", scales)):
         value = ir.Value(
             name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}")
@@ -206,12 +206,19 @@ def _store_int8(model: ir.Model, weight: ir.Value, block: int) -> None:
 
 
 def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """weight [K,N] float32 -> int8 [K,N], scales [K/block,N] float32; |error| <= scale / 2."""
+    """weight [K,N] of any float dtype -> int8 [K,N], scales [K/block,N] of that dtype.
+
+    |error| <= scale / 2: a scale that its dtype cannot hold exactly is rounded up, never to 0.
+    """
     depth, width = weight.shape
-    blocks = weight.reshape(depth // block, block, width)
-    scales = np.maximum(np.abs(blocks).max(axis=1), 1e-12) / 127.0
-    quantized = np.clip(np.rint(blocks / scales[:, None, :]), -127, 127).astype(np.int8)
-    return quantized.reshape(depth, width), scales.astype(np.float32)
+    blocks = weight.astype(np.float32).reshape(depth // block, block, width)
+    exact = np.maximum(np.abs(blocks).max(axis=1), 1e-12) / np.float32(127)
+    scales = exact.astype(weight.dtype)
+    above = np.nextafter(scales, np.array(np.inf, weight.dtype))
+    scales = np.where(scales.astype(np.float32) < exact, above, scales)
+    steps = blocks / scales.astype(np.float32)[:, None, :]
+    quantized = np.clip(np.rint(steps), -127, 127).astype(np.int8)
+    return quantized.reshape(depth, width), scales
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 With B batch, S cache slots, N rows of the widest call, I intermediate size, item bytes a number:
 
-    weights      parameters * item; in int8, 1 byte and a float32 scale for each block of rows
+    weights      parameters * item; in int8, parameters * (1 + item / block): a scale a block
     KV           B * S * 2 * L * kv_heads * head_dim * item
     activations  B * N * (4 d + 2 I + (heads + 2 kv_heads) * head_dim + features) * item
                  + B * N * S * item for the mask, + B * heads * N * S * 4 where scores are written
@@ -22,7 +22,6 @@ from eagle3.runtime.errors import PlanError
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _INT8_BLOCKS = (128, 64, 32)  # rows that share a scale, the largest that divides d: export's rule
-_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def matrix_bytes(parameters: float, stored: str, dtype: str, hidden_size: int) -
     if stored == "same":
         return parameters * ITEM_BYTES[dtype]
     block = next((each for each in _INT8_BLOCKS if hidden_size % each == 0), _INT8_BLOCKS[-1])
-    return parameters * (1 + _SCALE_BYTES / block)
+    return parameters * (1 + ITEM_BYTES[dtype] / block)
 
 
 def kv_bytes_per_token(attention: Attention, plan: Plan) -> int:

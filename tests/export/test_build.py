@@ -423,23 +423,31 @@ def test_one_altered_weight_fails_it(
 # int8
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([32, 64, 128]), st.floats(-6, 6))
-@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([32, 64, 128]),
+    st.floats(-6, 6),
+    st.sampled_from([ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16]),
+)
+@settings(max_examples=100, deadline=None)
 def test_int8_blocks_keep_every_weight_within_half_a_step(
-    seed: int, block: int, magnitude: float
+    seed: int, block: int, magnitude: float, dtype: ir.DataType
 ) -> None:
+    """Also where float16 can hardly hold the scales."""
     rng = np.random.default_rng(seed)
-    weight = (rng.standard_t(2, (2 * block, 5)) * 10.0**magnitude).astype(np.float32)
+    weight = rng.standard_t(2, (2 * block, 5)) * 10.0**magnitude
     weight[:, 0] = 0.0
+    weight = np.clip(weight, -6e4, 6e4).astype(dtype.numpy())
     stored, scales = block_int8(weight, block)
     assert stored.dtype == np.int8 and scales.shape == (2, 5) and stored.min() >= -127
-    values = stored.astype(np.float64) * np.repeat(scales.astype(np.float64), block, axis=0)
+    assert scales.dtype == weight.dtype
     steps = np.repeat(scales.astype(np.float64), block, axis=0)
-    assert (np.abs(values - weight) <= steps * 0.5001).all()
-    assert (values[:, 0] == 0).all() and np.isfinite(scales).all() and (scales > 0).all()
-    # The largest of a block is stored exactly, up to rounding.
-    top = np.abs(weight.reshape(2, block, 5)).max(axis=1)
-    assert np.allclose(np.abs(values.reshape(2, block, 5)).max(axis=1), top, rtol=1e-5)
+    values = stored.astype(np.float64) * steps
+    assert (np.abs(values - weight.astype(np.float64)) <= steps * 0.5001).all()
+    assert (values[:, 0] == 0).all() and np.isfinite(steps).all() and (steps > 0).all()
+    if dtype == ir.DataType.FLOAT:  # the largest of a block is stored exactly, up to rounding
+        top = np.abs(weight.reshape(2, block, 5)).max(axis=1)
+        assert np.allclose(np.abs(values.reshape(2, block, 5)).max(axis=1), top, rtol=1e-5)
 
 
 def test_the_largest_block_that_divides_is_taken() -> None:
@@ -447,13 +455,16 @@ def test_the_largest_block_that_divides_is_taken() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "lowering"), [("float32", "ort"), ("float16", "ort"), ("float16", "portable")]
+)
 def test_an_int8_head_costs_acceptance_at_most(
-    small_folder: Path, small: Any, tmp_path: Path
+    small_folder: Path, small: Any, tmp_path: Path, dtype: str, lowering: str
 ) -> None:
     head = tiny.save_head(
         tmp_path / "head", small, draft_vocab_size=8, aux_layer_ids=(0, 1, 2), intermediate_size=64
     )
-    plan = tiny.tiny_plan(draft_weights="int8")
+    plan = tiny.tiny_plan(draft_weights="int8", dtype=dtype, lowering=lowering)
     bundle = tiny.export_tiny(small_folder, head, tmp_path / "out", plan)
     assert bundle.manifest.draft is not None
     checks = bundle.manifest.draft.checks
@@ -463,9 +474,28 @@ def test_an_int8_head_costs_acceptance_at_most(
         n: t.dtype for n, t in initializers(bundle, "eagle3.draft").items() if t.nbytes >= 256
     }
     assert ir.DataType.INT8 in stored.values()
-    floats = [n for n, dtype in stored.items() if dtype == ir.DataType.FLOAT and "scale" not in n]
+    floats = [n for n, each in stored.items() if each.is_floating_point() and "scale" not in n]
     assert floats == ["embed.weight"], "the target's embedding is shared as it is"
     engine = eagle3.load(bundle.root, threads=1)
     options: dict[str, Any] = {"max_new_tokens": 32, "logit_bias": {1: -100.0}}
     plain = engine.generate([3, 4], drafter="none", **options)
     assert engine.generate([3, 4], draft_top_k=2, **options).token_ids == plain.token_ids
+
+
+@pytest.mark.slow
+def test_int8_scales_have_the_dtype_of_bfloat16_graphs(
+    small_folder: Path, small: Any, tmp_path: Path
+) -> None:
+    """No CPU runs them: at least their types agree, which ONNX checks at every node."""
+    head = tiny.save_head(tmp_path / "head", small, draft_vocab_size=8, aux_layer_ids=(0, 1, 2))
+    plan = tiny.tiny_plan(
+        draft_weights="int8", dtype="bfloat16", lowering="portable", backend="ort-cuda"
+    )
+    bundle = tiny.export_tiny(small_folder, head, tmp_path / "out", plan)
+    for name, engine in bundle.manifest.engines.items():
+        inferred = str(tmp_path / f"{name}.onnx")
+        onnx.shape_inference.infer_shapes_path(
+            str(bundle.path(engine.file)), inferred, check_type=True, strict_mode=True
+        )
+    scales = [t.dtype for n, t in initializers(bundle, "eagle3.draft").items() if "scale" in n]
+    assert scales and set(scales) == {ir.DataType.BFLOAT16}

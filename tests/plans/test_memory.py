@@ -68,14 +68,14 @@ def test_an_eagle_1_head_brings_no_lm_head_but_a_gpu_engine_holds_one() -> None:
 
 
 def test_int8_is_a_byte_and_a_scale_a_block() -> None:
-    assert matrix_bytes(1280, "int8", "float16", 4096) == 1280 + 4 * 10  # blocks of 128
-    assert matrix_bytes(1280, "int8", "float16", 576) == 1280 + 4 * 20  # of 64
+    assert matrix_bytes(1280, "int8", "float16", 4096) == 1280 + 2 * 10  # blocks of 128
+    assert matrix_bytes(1280, "int8", "float32", 576) == 1280 + 4 * 20  # of 64
     assert matrix_bytes(1280, "same", "bfloat16", 576) == 2560
     plan = replace(GPU, target_weights="int8")
     needed, target = memory(llama_8b(), None, plan), llama_8b()
     matrices = target.layer_parameters + 128256 * 4096
     rest = 2 * (128256 * 4096 + 4096)  # the table and the last norm stay float16
-    assert needed.target_weights == matrices * (1 + 4 / 128) + rest
+    assert needed.target_weights == matrices * (1 + 2 / 128) + rest
 
 
 def test_a_tied_table_is_not_int8() -> None:
