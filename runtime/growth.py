@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.draft import DraftEngine
+from eagle3.runtime.draft import DraftEngine, feature_size_of
 from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec, engine_name
 from eagle3.runtime.session import Bound, Buffer, Clock, Values, cache_specs, load_session
 from eagle3.runtime.tree import Tree
@@ -107,7 +107,7 @@ def _bound(manifest: Manifest, info: DraftInfo) -> Bound:
     plan, nodes = manifest.plan, info.tree.num_draft_tokens + 1
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = (
-        TensorSpec("features", plan.dtype, ("B", "N", manifest.target.feature_size)),
+        TensorSpec("features", plan.dtype, ("B", "N", feature_size_of(manifest.target, info))),
         TensorSpec("next_ids", "int64", ("B", "N")),
         TensorSpec("num_rows", "int64", ("B",)),
         TensorSpec("past_len", "int64", ("B",)),
