@@ -73,7 +73,7 @@ class DraftEngine:
         dtype = np.dtype(plan.dtype)
         self.draft_vocab_size, self.hidden_size = info.draft_vocab_size, info.hidden_size
         self.columns = _columns(manifest.target, info)
-        self.feature_size = _feature_size(manifest.target, info)
+        self.feature_size = feature_size_of(manifest.target, info)
         self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
         capacity = plan.draft_capacity
         self._cache = KvCache(1, info.num_kv_heads, capacity, info.head_dim, dtype)
@@ -205,7 +205,8 @@ class DraftEngine:
         return inputs, outputs
 
 
-def _feature_size(target: TargetInfo, info: DraftInfo) -> int:
+def feature_size_of(target: TargetInfo, info: DraftInfo) -> int:
+    """F: columns of the target's features that this head fuses."""
     return len(info.aux_layer_ids) * target.hidden_size
 
 
@@ -222,7 +223,7 @@ def _bound_fuse(manifest: Manifest, info: DraftInfo) -> Bound:
     """What `extend` binds."""
     dtype = manifest.plan.dtype
     return Bound(
-        [TensorSpec("features", dtype, ("B", "N", _feature_size(manifest.target, info)))],
+        [TensorSpec("features", dtype, ("B", "N", feature_size_of(manifest.target, info)))],
         [TensorSpec("hidden", dtype, ("B", "N", info.hidden_size))],
     )
 

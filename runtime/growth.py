@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.draft import DraftEngine
+from eagle3.runtime.draft import DraftEngine, feature_size_of
 from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec, engine_name
 from eagle3.runtime.session import Bound, Buffer, Clock, Values, cache_specs, load_session
 from eagle3.runtime.tree import Tree
@@ -51,7 +51,7 @@ class GrowthEngine:
     ) -> None:
         manifest, info = bundle.manifest, bundle.manifest.drafts[name]
         self._tree = info.tree
-        bound = _bound(manifest, info, draft.feature_size)
+        bound = _bound(manifest, info)
         self._session = load_session(bundle, engine_name(name, ENGINE), bound, threads, clock)
         self._draft = draft
         nodes = self._tree.num_draft_tokens + 1
@@ -102,12 +102,12 @@ class GrowthEngine:
         return inputs, outputs
 
 
-def _bound(manifest: Manifest, info: DraftInfo, feature_size: int) -> Bound:
-    """What `_values` binds. feature_size: F, of the layers that this head fuses."""
+def _bound(manifest: Manifest, info: DraftInfo) -> Bound:
+    """What `_values` binds."""
     plan, nodes = manifest.plan, info.tree.num_draft_tokens + 1
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = (
-        TensorSpec("features", plan.dtype, ("B", "N", feature_size)),
+        TensorSpec("features", plan.dtype, ("B", "N", feature_size_of(manifest.target, info))),
         TensorSpec("next_ids", "int64", ("B", "N")),
         TensorSpec("num_rows", "int64", ("B",)),
         TensorSpec("past_len", "int64", ("B",)),
