@@ -100,9 +100,16 @@ def add_draft(
                 f" from, {before.target.source}: give that one"
             ) from error
         write_manifest(folder, with_checks(manifest, check))
+        _refuse_changed(request.output, before)
         _copy_plan_files(bundle.root, folder, own)
         publish(folder, request.output)
     return Bundle.open(request.output), check
+
+
+def _refuse_changed(output: Path, before: Manifest) -> None:
+    """Much time has passed: another draft may have been added, and would be lost."""
+    if Bundle.open(output).manifest != before:
+        raise ExportError(f"{output} was changed by another export meanwhile: run this one again")
 
 
 def _copy_plan_files(root: Path, folder: Path, own: str) -> None:

@@ -37,7 +37,7 @@ from eagle3.export.target import DTYPES, Target, lm_head_weight
 from eagle3.export.weights import StoredGraph, embedding_name, lm_head_name
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.errors import ExportError
+from eagle3.runtime.errors import CheckpointError, ExportError
 from eagle3.runtime.growth import ENGINE as GROWTH
 from eagle3.runtime.growth import grown_tree
 from eagle3.runtime.manifest import (
@@ -201,9 +201,11 @@ def is_causal_lm(source: str) -> bool:
     """Whether `source` is a causal LM of transformers (or a .gguf file) and no head.
 
     EAGLE-1/2 heads call themselves LlamaForCausalLM too, but no LM has an `fc` in front of its
-    layers. Raises CheckpointError for what has no config.json.
+    layers. Raises CheckpointError for what has no config.json, and a .gguf file that is not there.
     """
     if Path(source).suffix == ".gguf":
+        if not Path(source).is_file():
+            raise CheckpointError(f"draft {source}: no such GGUF file")
         return True
     folder = head_folder(source)
     config = read_config(folder)

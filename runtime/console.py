@@ -130,8 +130,9 @@ def warnings(stats: Stats) -> list[str]:
     if a_model and drafted >= _ENOUGH_ROUNDS and first < NEAR_ZERO_ACCEPTANCE:
         lines.append(
             f"warning: only {first:.1%} of the first draft tokens were accepted: on ordinary text"
-            " that is a wiring fault of the head (fused layers, RoPE, vocabulary mapping, chat"
-            " template); see `eagle3 inspect`, and the prompt with --show-prompt"
+            " that is a wiring fault of a head (fused layers, RoPE, vocabulary mapping, chat"
+            " template), or an LM too weak to draft; see `eagle3 inspect`, and the prompt with"
+            " --show-prompt"
         )
     if stats.fell_back:
         lines.append(

@@ -22,7 +22,7 @@ from eagle3.export.add import AddRequest, add_draft
 from eagle3.export.drafts import DraftSource, is_causal_lm
 from eagle3.export.weights import StoredGraph
 from eagle3.plans.plan import TreePlan
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle import Bundle, write_manifest
 from eagle3.runtime.bundle_facts import bundle_facts
 from eagle3.runtime.describe import cache_bytes, description_lines
 from eagle3.runtime.drafters.eagle import EagleDrafter
@@ -156,7 +156,10 @@ def test_what_is_a_name_and_what_a_path(tmp_path: Path) -> None:
 
 def test_heads_and_models_are_told_apart(folder: Path, tmp_path: Path, model: Any) -> None:
     assert is_causal_lm(str(folder / "lm")) and is_causal_lm(str(folder / "target"))
-    assert is_causal_lm("anywhere/model.gguf")
+    (tmp_path / "model.gguf").touch()
+    assert is_causal_lm(str(tmp_path / "model.gguf"))
+    with pytest.raises(CheckpointError, match="gone.gguf: no such GGUF file"):
+        is_causal_lm(str(tmp_path / "gone.gguf"))
     assert not any(is_causal_lm(str(folder / name)) for name in LAYERS)
     config = json.loads((folder / "eagle" / "config.json").read_text())
     named = {**config, "architectures": ["LlamaForCausalLM"]}  # as the published ones are
@@ -355,6 +358,22 @@ def test_an_interrupted_addition(folder: Path, copy: Path, monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         add_draft(adding(folder, str(folder / "lm"), copy))
     assert snapshot(copy.parent) == before
+
+
+def test_a_draft_that_another_export_added_meanwhile_stays(
+    folder: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(place: Path, *rest: Any) -> Any:
+        monkeypatch.undo()
+        other = replace(Bundle.open(copy).manifest, command="eagle3 export --add-draft other")
+        write_manifest(copy, other)
+        return add.compare(place, *rest)
+
+    monkeypatch.setattr(add, "compare", meanwhile)
+    with pytest.raises(ExportError, match="changed by another export meanwhile"):
+        add_draft(adding(folder, str(folder / "lm"), copy))
+    assert Bundle.open(copy).manifest.command == "eagle3 export --add-draft other"
+    assert not list(copy.parent.glob(".bundle*"))
 
 
 def test_an_int8_model_keeps_the_embedding_of_the_target(folder: Path, tmp_path: Path) -> None:
