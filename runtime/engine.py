@@ -319,6 +319,12 @@ class Engine:
         if name is None:
             return self.default_drafter
         if name not in self.drafters:
+            if self.device is not None and name in available(self.bundle):
+                raise RequestError(
+                    f"drafter '{name}' does not run on a GPU, where one head with an engine"
+                    f" draft_tree drafts; here there is: {', '.join(self.drafters)}; device 'cpu'"
+                    " runs them all"
+                )
             known = isinstance(name, str) and name in DRAFTERS
             raise RequestError(
                 f"drafter '{name}' is {'not in this bundle' if known else 'unknown'}; "
@@ -330,7 +336,7 @@ class Engine:
         plan = replace(self.plan, tree=self.default_tree(drafter))
         try:
             tree = plan.override(**shape)
-            if self.device is not None:
+            if self.device is not None and drafter != "none":
                 self.device.check_tree(tree)
             return tree
         except PlanError as error:
