@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan, TreeRequest
 from eagle3.runtime.bundle import Bundle
@@ -248,6 +249,16 @@ class Engine:
         """The text that the chat template makes of a prompt, as the target reads it."""
         ids = self.encode(prompt)
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+
+    def next_logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """The target's logits float32 [V] for the token behind `ids`, one or more of them."""
+        rule = AcceptanceRule(SamplingParams(temperature=1.0), self._history, None)
+        rounds = self._rounds("none", rule)
+        with self.turn():
+            rounds.start(np.asarray(ids, np.int64))
+            for start in range(0, len(ids), rounds.prefill_chunk):
+                rounds.prefill(start)
+            return rounds.last_logits()
 
     def _run(self, request: Request) -> Iterator[Chunk]:
         with self.turn() as turn:

@@ -33,9 +33,9 @@ def graph_widths(widths: Sequence[int], num_nodes: int) -> list[int]:
 class Device:
     """Batch 1. Everything is allocated and captured here, so that no round allocates anything.
 
-    widths: what a verification is padded to, by default what the plan files were built for, else the
-    plan's (`Plan.verify_widths`). Raises DeviceError when the GPU has too little memory, EngineError
-    when an engine cannot be captured.
+    widths: what a verification is padded to; by default what the plan files were built for, else
+    the plan's (`Plan.verify_widths`). Raises DeviceError when the GPU has too little memory,
+    EngineError when an engine cannot be captured.
     """
 
     def __init__(
