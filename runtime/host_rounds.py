@@ -61,7 +61,8 @@ class HostRounds:
     def last_logits(self) -> NDArray[np.float32]:
         """A copy of the row that `first` reads."""
         assert self._output is not None and self._output.logits is not None
-        return self._output.logits[0].copy()
+        row: NDArray[np.float32] = self._output.logits[0].copy()
+        return row
 
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
         """A tree that fits what is left of the context and of the tokens."""

@@ -49,9 +49,17 @@ def load_device(
             " export it again with --lowering portable"
         )
     driver = CudaDriver() if driver is None else driver
-    library = TensorRT(backend or chosen_backend(bundle)) if library is None else library
-    files = usable_plan_files(bundle, library.backend, library.version, driver.compute_capability)
-    kernels = Kernels(driver, compile_kernels(driver.compute_capability))
-    device = Device(load_engines(bundle, files, library, driver), driver, kernels, Clock())
+    try:
+        library = TensorRT(backend or chosen_backend(bundle)) if library is None else library
+        device = _device(bundle, driver, library)
+    except BaseException:
+        driver.close()
+        raise
     weakref.finalize(device, driver.close)  # its memory goes with it, not with the process
     return device
+
+
+def _device(bundle: Bundle, driver: Driver, library: TensorRT) -> Device:
+    files = usable_plan_files(bundle, library.backend, library.version, driver.compute_capability)
+    kernels = Kernels(driver, compile_kernels(driver.compute_capability))
+    return Device(load_engines(bundle, files, library, driver), driver, kernels, Clock())

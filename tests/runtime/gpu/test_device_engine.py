@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
+from numpy.typing import NDArray
 from on_device import OnDevice, on_device
 
 import eagle3
@@ -24,44 +26,59 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def two_heads(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Heads of layers 0, 2, 3 and 1, 2, 3: of the target's four, the first reads what has a gap."""
-    model = tiny.tiny_model("llama", num_layers=3, scale=2.0)
-    folder = tmp_path_factory.mktemp("two")
-    sources = []
-    for name, layers in (("gap", (0, 2, 3)), ("other", (1, 2, 3))):
-        tiny.save_head(folder / name, model, draft_vocab_size=40, aux_layer_ids=layers)
-        sources.append(f"{name}={folder / name}")
-    target = tiny.save_target(folder / "target", model)
-    return tiny.export_tiny(target, sources, folder / "bundle", tiny.tiny_plan(lowering="portable"))
+def two_heads(portable: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """`portable` whose head is there twice; the first reads the target's layers in another order,
+    so that its columns are no slice of the target's."""
+    info, engines = portable.manifest.drafts["eagle3"], portable.manifest.engines
+    shuffled = replace(info, aux_layer_ids=info.aux_layer_ids[1:] + info.aux_layer_ids[:1])
+    ids = portable.path("eagle3.target_ids.npy").read_bytes()
+    return tiny.edited_bundle(
+        portable,
+        tmp_path_factory.mktemp("two") / "bundle",
+        {f"{name}.target_ids.npy": ids for name in ("shuffled", "other")},
+        drafts={"shuffled": shuffled, "other": info},
+        engines={
+            name.replace("eagle3", head): engine
+            for head in ("shuffled", "other")
+            for name, engine in engines.items()
+        },
+    )
 
 
-def test_a_head_reads_its_own_layers_of_the_features(two_heads: Bundle, tmp_path: Path) -> None:
-    """Otherwise its trees, and so what of them is accepted, would be others than the CPU's."""
-    assert two_heads.manifest.target.aux_layer_ids == (0, 1, 2, 3)
+def keys(own: OnDevice) -> NDArray[np.float32]:
+    """What the draft's cache holds of PROMPT, float32 [Hkv, P, D]."""
+    assert own.engine.device is not None and own.engine.device._halves.draft is not None
+    cache = own.engine.device._halves.draft.cache
+    size = cache.num_heads * cache.capacity * cache.words
+    block = own.driver.memory.view(cache.blocks["k.0"].address, np.float32, size)
+    return block.reshape(cache.num_heads, cache.capacity, cache.words)[:, : len(PROMPT)]
+
+
+def test_a_head_reads_its_own_layers_of_the_features(
+    two_heads: Bundle, device: OnDevice, tmp_path: Path
+) -> None:
+    """Its cache is the one that the CPU's comes to, and not that of the other order."""
     own, cpu = on_device(two_heads, tmp_path), eagle3.load(two_heads.root, threads=1)
-    assert own.engine.drafters == ["gap", "none"]
+    assert own.engine.drafters == ["shuffled", "none"]
     for rule in OPTIONS:
-        options: dict[str, Any] = {"max_new_tokens": 40, "drafter": "gap", **rule}
+        options: dict[str, Any] = {"max_new_tokens": 40, "drafter": "shuffled", **rule}
         found, expected = (engine.generate(PROMPT, **options) for engine in (own.engine, cpu))
         assert found.token_ids == expected.token_ids
-    drafted = cpu.drafter("gap")
-    halves = own.engine.device._halves  # type: ignore[union-attr]
-    assert halves.draft is not None
+    drafted = cpu.drafter("shuffled")
     own.driver.synchronize()
-    rows = len(PROMPT)
-    cache = halves.draft.cache
-    block = own.driver.memory.view(
-        cache.blocks["k.0"].address, np.float32, cache.num_heads * cache.capacity * cache.words
-    ).reshape(cache.num_heads, -1, cache.words)
-    expected_rows = drafted._engine._cache.block[0, 0, 0, :, :rows]  # type: ignore[attr-defined]
-    np.testing.assert_allclose(block[:, :rows], expected_rows, atol=1e-4, rtol=1e-4)
+    expected_rows = drafted._engine._cache.block[0, 0, 0, :, : len(PROMPT)]  # type: ignore[attr-defined]
+    np.testing.assert_allclose(keys(own), expected_rows, atol=1e-4, rtol=1e-4)
+    device.engine.generate(PROMPT, drafter="eagle3", max_new_tokens=1)
+    device.driver.synchronize()
+    assert np.abs(keys(device) - expected_rows).max() > 0.1
 
 
 def test_drafters_that_no_gpu_runs_are_refused_by_name(two_heads: Bundle, tmp_path: Path) -> None:
     own = on_device(two_heads, tmp_path)
     for name in ("other", "lookup"):
-        with pytest.raises(RequestError, match=f"'{name}' does not run on a GPU.*: gap, none; "):
+        with pytest.raises(
+            RequestError, match=f"'{name}' does not run on a GPU.*: shuffled, none; "
+        ):
             own.engine.generate(PROMPT, drafter=name)
     with pytest.raises(RequestError, match="'eagle' is not in this bundle"):
         own.engine.generate(PROMPT, drafter="eagle")

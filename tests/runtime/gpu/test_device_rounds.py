@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from cuda_on_host import COMPILER, compile_for_host
 from numpy.typing import NDArray
 from on_device import OnDevice, on_device
@@ -381,9 +382,16 @@ def test_a_sliding_window(
         assert own.engine.generate(prompt, **options).token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("without", ["a draft", "its growth"])
 def test_a_bundle_without_a_draft_decodes_plainly(
-    portable: Bundle, tmp_path: Path, text: list[int]
+    portable: Bundle, tmp_path: Path, text: list[int], without: str
 ) -> None:
-    own = on_device(portable, tmp_path, engines=("target",))
+    engines = dict(portable.manifest.engines)
+    edits: dict[str, Any] = {"drafts": {}} if without == "a draft" else {}
+    del engines["eagle3.draft_tree"]
+    bundle = tiny.edited_bundle(portable, tmp_path / "edited", engines=engines, **edits)
+    own = on_device(bundle, tmp_path)
     assert own.engine.drafters == ["none"]
     assert own.engine.generate(PROMPT, max_new_tokens=60, **NO_EOS).token_ids == text
+    with pytest.raises(RequestError, match="here there is: none|this bundle has: none"):
+        own.engine.generate(PROMPT, drafter="eagle3")

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from click.testing import CliRunner
 from on_device import OnDevice, copy_of, on_device
 from programs import Arrays, build_plan_files, programs_of
 from stand_in import StandInDriver
 from stand_in_tensorrt import Program, StandInTensorRT, Tensor
 
 import eagle3
+from eagle3.cli import main
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import (
     BuildError,
@@ -30,6 +32,7 @@ from eagle3.runtime.errors import (
     PlanError,
     RequestError,
 )
+from eagle3.runtime.gpu import load as gpu_load
 from eagle3.runtime.gpu.device import Device, graph_widths
 from eagle3.runtime.gpu.halves import load_engines
 from eagle3.runtime.gpu.kernels import Kernels
@@ -155,7 +158,7 @@ def test_a_width_that_no_profile_takes(setup: Setup) -> None:
         for shape in profile["input_ids"]:
             shape[1] = min(shape[1], 2)
     path.write_text(json.dumps(content))
-    with pytest.raises(EngineError, match=r"takes input_ids \[1, 8\].*; run `eagle3 build"):
+    with pytest.raises(EngineError, match=r"takes input_ids \[1, 7\].*; run `eagle3 build"):
         Device(setup.load(), setup.driver, Kernels(setup.driver, b""), Clock())
 
 
@@ -219,10 +222,31 @@ def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle) -> None:
         load_device(portable, "tensorrt", driver, library)
 
 
+@pytest.mark.parametrize("command", [["run", "hi"], ["verify"], ["chat"]])
+def test_a_machine_without_a_driver_says_so_in_one_line(
+    portable: Bundle, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    def none() -> Any:
+        raise DeviceError("no NVIDIA driver was found: install one, or use device='cpu'")
+
+    monkeypatch.setattr(gpu_load, "CudaDriver", none)
+    verb, *rest = command
+    arguments = [verb, str(portable.root), *rest, "--device", "cuda", "--backend", "tensorrt"]
+    done = CliRunner().invoke(main, arguments, input="")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: no NVIDIA driver was found: install one, or use device='cpu'\n"
+    done = CliRunner().invoke(main, [*arguments[:-1], "ort-cuda"], input="")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: backend 'ort-cuda' does not run on device cuda")
+
+
 def test_the_backend_is_what_the_bundle_was_built_for(portable: Bundle, tmp_path: Path) -> None:
     planned = replace(portable.manifest.plan, backend="tensorrt")
     edited = tiny.edited_bundle(portable, tmp_path / "planned", plan=planned)
     assert chosen_backend(edited) == "tensorrt"
+    own = on_device(edited, tmp_path)
+    assert own.engine.device is not None and own.engine.device.widths == [1, 8], "the plan's"
+    assert own.engine.generate([5, 6, 7], max_new_tokens=9).stats.rounds > 0
     for backend in ("tensorrt-rtx", "tensorrt"):
         (tmp_path / backend).mkdir()
         built = Setup(portable, tmp_path / backend, backend=backend)
@@ -245,6 +269,10 @@ def test_the_plan_files_of_a_build_are_loaded(setup: Setup) -> None:
     del other_device
     gc.collect()
     assert closed == [True], "its memory goes with it, not with the process"
+    setup.files["target"].note_path.unlink()
+    with pytest.raises(BuildError, match="no plan file of target for"):
+        setup.device()
+    assert closed == [True, True], "nor does it stay where the rest is missing"
     assert eagle3.Engine(setup.bundle, 1, device).generate([5, 6], max_new_tokens=3).token_ids
 
 
