@@ -82,7 +82,8 @@ def _logit_bias(values: Sequence[str]) -> dict[int, float]:
 
 _engine_options = all_options(
     click.option("--threads", type=int, help="Of each engine; default: the cores it may use."),
-    click.option("--device", default="cpu", help="Where the engines run."),
+    click.option("--device", default="cpu", help="Where the engines run: cpu or cuda."),
+    click.option("--backend", help="What runs them on cuda; default: what the plan files are for."),
 )
 
 
@@ -143,10 +144,10 @@ def _request(no_draft: bool, stop: tuple[str, ...], **flags: Any) -> dict[str, A
     return {**options, "stop": stop} if stop else options
 
 
-def _load(bundle: str, threads: int | None, device: str = "cpu") -> Engine:
+def _load(bundle: str, threads: int | None, device: str, backend: str | None) -> Engine:
     from eagle3.runtime.engine import load
 
-    return load(bundle, threads=threads, device=device)
+    return load(bundle, threads=threads, device=device, backend=backend)
 
 
 @main.command()
@@ -168,6 +169,7 @@ def run(
     as_json: bool,
     threads: int | None,
     device: str,
+    backend: str | None,
     **flags: Any,
 ) -> None:
     """Answer PROMPT, or what stands on stdin, in a stream."""
@@ -177,7 +179,7 @@ def run(
         raise click.UsageError("--logprobs needs --json: they are fields of its object")
     options = {**_request(**flags), "chat": not raw}
     text = stdin_text(note) if prompt is None else prompt
-    engine = _load(bundle, threads, device)
+    engine = _load(bundle, threads, device, backend)
     if show_prompt:
         note(text if raw else engine.render(text))
     show = _compare if compare else _answer
@@ -213,13 +215,20 @@ def _compare(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]
 @click.option("--system", help="System message that opens the conversation.")
 @_request_options
 @_engine_options
-def chat(bundle: str, system: str | None, threads: int | None, device: str, **flags: Any) -> None:
+def chat(
+    bundle: str,
+    system: str | None,
+    threads: int | None,
+    device: str,
+    backend: str | None,
+    **flags: Any,
+) -> None:
     """Talk; /reset forgets, /exit ends, Ctrl-C stops an answer."""
     from eagle3.runtime.console import typed_lines
     from eagle3.runtime.conversation import Conversation, converse
 
     options, lines = _request(**flags), typed_lines(note)
-    talk = Conversation(_load(bundle, threads, device), note, system, **options)
+    talk = Conversation(_load(bundle, threads, device, backend), note, system, **options)
     converse(talk, lines, _write, note)
 
 
@@ -244,6 +253,7 @@ def verify(
     as_json: bool,
     threads: int | None,
     device: str,
+    backend: str | None,
 ) -> None:
     """Check that no drafter of BUNDLE changes the target's text; exit 1 if one does."""
     from eagle3.runtime import verify as checks
@@ -251,7 +261,7 @@ def verify(
 
     texts = PROMPTS if prompts is None else load_prompts(prompts)
     limit = checks.MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    engine = _load(bundle, threads, device)
+    engine = _load(bundle, threads, device, backend)
     report = checks.verify(engine, texts[:num_prompts], limit, tree=tree, report=note)
     print_result(report.to_json(), report.lines(), as_json)
     if not report.passed:

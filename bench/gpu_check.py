@@ -124,11 +124,11 @@ def _there(module: str) -> bool:
 def load(bundle: str, backend: str) -> Any:
     """The bundle's engine; plan files are built first where there are none that fit."""
     import eagle3
-    from eagle3.runtime.errors import BundleError
+    from eagle3.runtime.errors import BuildError
 
     try:
         return eagle3.load(bundle, device="cuda", backend=backend)
-    except BundleError as error:
+    except BuildError as error:
         click.echo(f"building: {error}", err=True)
         command = [sys.executable, "-m", "eagle3.cli", "build", bundle, "--backend", backend]
         subprocess.run(command, check=True, stdout=sys.stderr)

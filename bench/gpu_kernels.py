@@ -20,6 +20,8 @@ from eagle3.runtime.tree import Tree
 
 WIDTH, VOCAB, HEADS, SLOTS, WORDS, LAYERS, FEATURES = 60, 11, 4, 512, 32, 6, 48
 ROOM = 128  # rows that may wait for the draft
+FUSED, LAYER_WORDS = (2, 0), 12  # which layers of a row of features the draft reads
+DRAFT_FEATURES = len(FUSED) * LAYER_WORDS
 
 
 @dataclass
@@ -52,11 +54,12 @@ class KernelCheck:
             ("result", WIDTH + 5),
             ("table", 2 * LAYERS),
             ("draft_next_ids", ROOM),
+            ("layers", len(FUSED)),
         ):
             self._make(name, count, np.int64)
         self._make("tree_mask", WIDTH * WIDTH, np.uint8)
         self._make("features", WIDTH * FEATURES, np.uint32)
-        self._make("draft_features", ROOM * FEATURES, np.uint32)
+        self._make("draft_features", ROOM * DRAFT_FEATURES, np.uint32)
         self._make("cache", HEADS * SLOTS * WORDS, np.uint32)  # the host side of any of them
         size = 4 * HEADS * SLOTS * WORDS
         self._caches = [driver.allocate(size, "a cache") for _ in range(2 * LAYERS)]
@@ -126,8 +129,9 @@ class KernelCheck:
         positions = self._host["position_ids"][:size]
         np.testing.assert_array_equal(positions, own.past + tree.depths)
         fed = slice(own.waiting, own.waiting + count)
-        draft_features = self._host["draft_features"].reshape(ROOM, FEATURES)
-        np.testing.assert_array_equal(draft_features[fed], features[list(rows)])
+        draft_features = self._host["draft_features"].reshape(ROOM, len(FUSED), LAYER_WORDS)
+        read = features[list(rows)].reshape(count, -1, LAYER_WORDS)[:, list(FUSED)]
+        np.testing.assert_array_equal(draft_features[fed], read)
         following = [*tree.tokens[list(rows[1:])], token]
         np.testing.assert_array_equal(self._host["draft_next_ids"][fed], following)
         slots = own.past + np.array(rows)
@@ -158,7 +162,8 @@ class KernelCheck:
         launch("accept_greedy", *seen, *said, threads=1)
         where = (at["table"], HEADS, SLOTS, WORDS, at["past_len"], at["chosen"])
         launch("keep_kv", *where, blocks=2 * LAYERS * HEADS)
-        sources = (at["features"], FEATURES, at["input_ids"], at["chosen"], 0)
+        layers = (at["layers"], len(FUSED), LAYER_WORDS)
+        sources = (at["features"], FEATURES, *layers, at["input_ids"], at["chosen"], 0)
         targets = (at["draft_rows"], ROOM, at["draft_features"], at["draft_next_ids"])
         launch("feed_draft", *sources, *targets, blocks=WIDTH)
         launch("count_fed", at["chosen"], 0, ROOM, at["draft_rows"], threads=1)
@@ -171,6 +176,7 @@ class KernelCheck:
             self.driver.upload(cache.address, self._buffer("cache"), cache.num_bytes)
             self.driver.synchronize()
         self._put("table", [cache.address for cache in self._caches])
+        self._put("layers", FUSED)
         self._put("root", [self.mirror.root])
         self._put("settings", [WIDTH, 0])
         self._issue()

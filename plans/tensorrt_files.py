@@ -210,7 +210,10 @@ def usable_plan_files(
             f"{_others(bundle.root)}: run `{advice}`"
         )
     for name in bundle.manifest.engines:
+        made = (found[name].library, found[name].compute_capability)
         reason = why_not(bundle, found[name], library_version, asked)
+        if made != (library, compute_capability):
+            reason = f"is for {made[0]} on {made[1]}"
         if reason is not None:
             raise BuildError(f"{found[name].path} {reason}, here is {here}: run `{advice}`")
     return {name: found[name] for name in bundle.manifest.engines}

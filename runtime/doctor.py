@@ -1,11 +1,12 @@
 """What this machine can run and what it lacks: `eagle3 doctor`. Imports nothing heavy.
 
 Packages are looked up by their metadata; only onnxruntime is imported, if it is there, because
-its providers say what it was built for.
+its providers say what it was built for. The NVIDIA driver is asked through its own library.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -19,6 +20,8 @@ from typing import Any
 from eagle3.runtime.errors import EngineMissing
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "safetensors")
+_TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings")
+_NVRTC_PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_QUERY = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 _SMI_TIMEOUT_S = 10
@@ -77,6 +80,7 @@ def diagnose() -> Diagnosis:
             export,
             _tensorrt(),
             _gpu(),
+            _cuda(),
             Finding("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used"),
             Finding("memory", _memory()),
         ),
@@ -142,10 +146,51 @@ def _export() -> tuple[Finding, bool]:
 
 
 def _tensorrt() -> Finding:
-    for name in ("tensorrt", "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings"):
-        if number := installed(name):
-            return Finding("tensorrt", f"{name} {number}")
+    if name := _first_installed(_TENSORRT_PACKAGES):
+        return Finding("tensorrt", f"{name} {installed(name)}")
     return Finding("tensorrt", "not installed (only TensorRT engines need it)")
+
+
+def _first_installed(names: Sequence[str]) -> str | None:
+    return next((name for name in names if installed(name)), None)
+
+
+def cuda_driver() -> tuple[str, bool]:
+    """The NVIDIA driver in words, and whether it starts with a GPU. Asked directly: a Jetson may
+    have no nvidia-smi."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        version, count = ctypes.c_int(0), ctypes.c_int(0)
+        library.cuDriverGetVersion(ctypes.byref(version))
+        code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return "no driver (libcuda.so.1)", False
+    name = f"a driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    if code != 0 or count.value == 0:
+        return f"{name}, which starts no GPU (error {code})", False
+    return f"{name}, {count.value} GPU{'s' * (count.value > 1)}", True
+
+
+def _cuda() -> Finding:
+    """What `--device cuda` needs: a driver with a GPU, TensorRT, the bindings, NVRTC."""
+    driver, starts = cuda_driver()
+    names = {
+        "TensorRT": _first_installed(_TENSORRT_PACKAGES),
+        "cuda-bindings": _first_installed(("cuda-bindings",)),
+        "NVRTC": _first_installed(_NVRTC_PACKAGES),
+    }
+    have = [f"{name} {installed(name)}" for name in names.values() if name]
+    missing = [what for what, name in names.items() if name is None]
+    value = "; ".join([driver, ", ".join(have)] if have else [driver])
+    if not starts:
+        return Finding("device cuda", f"no: {value}")
+    if missing:
+        advice = (
+            f"for --device cuda, {' and '.join(missing)}: pip install 'eagle3[tensorrt]', or"
+            " 'eagle3[tensorrt-rtx]' and then --no-deps tensorrt-rtx-cu13"
+        )
+        return Finding("device cuda", f"no: {value}; missing: {', '.join(missing)}", advice)
+    return Finding("device cuda", f"yes: {value}")
 
 
 def _gpu() -> Finding:

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan, TreeRequest
 from eagle3.runtime.bundle import Bundle
@@ -249,6 +250,16 @@ class Engine:
         ids = self.encode(prompt)
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
+    def next_logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """The target's logits float32 [V] for the token behind `ids`, one or more of them."""
+        rule = AcceptanceRule(SamplingParams(temperature=1.0), self._history, None)
+        rounds = self._rounds("none", rule)
+        with self.turn():
+            rounds.start(np.asarray(ids, np.int64))
+            for start in range(0, len(ids), rounds.prefill_chunk):
+                rounds.prefill(start)
+            return rounds.last_logits()
+
     def _run(self, request: Request) -> Iterator[Chunk]:
         with self.turn() as turn:
             for chunk in self._chunks(request):
@@ -319,6 +330,12 @@ class Engine:
         if name is None:
             return self.default_drafter
         if name not in self.drafters:
+            if self.device is not None and name in available(self.bundle):
+                raise RequestError(
+                    f"drafter '{name}' does not run on a GPU, where one head with an engine"
+                    f" draft_tree drafts; here there is: {', '.join(self.drafters)}; device 'cpu'"
+                    " runs them all"
+                )
             known = isinstance(name, str) and name in DRAFTERS
             raise RequestError(
                 f"drafter '{name}' is {'not in this bundle' if known else 'unknown'}; "
@@ -330,7 +347,7 @@ class Engine:
         plan = replace(self.plan, tree=self.default_tree(drafter))
         try:
             tree = plan.override(**shape)
-            if self.device is not None:
+            if self.device is not None and drafter != "none":
                 self.device.check_tree(tree)
             return tree
         except PlanError as error:

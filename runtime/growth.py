@@ -51,7 +51,7 @@ class GrowthEngine:
     ) -> None:
         manifest, info = bundle.manifest, bundle.manifest.drafts[name]
         self._tree = info.tree
-        bound = _bound(manifest, info)
+        bound = bound_growth(manifest, info)
         self._session = load_session(bundle, engine_name(name, ENGINE), bound, threads, clock)
         self._draft = draft
         nodes = self._tree.num_draft_tokens + 1
@@ -102,8 +102,8 @@ class GrowthEngine:
         return inputs, outputs
 
 
-def _bound(manifest: Manifest, info: DraftInfo) -> Bound:
-    """What `_values` binds."""
+def bound_growth(manifest: Manifest, info: DraftInfo) -> Bound:
+    """What a caller of the graph binds; F is of the layers that this head fuses."""
     plan, nodes = manifest.plan, info.tree.num_draft_tokens + 1
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = (
@@ -115,6 +115,8 @@ def _bound(manifest: Manifest, info: DraftInfo) -> Bound:
     outputs = (
         TensorSpec("tokens", "int64", ("B", nodes)),
         TensorSpec("parents", "int64", ("B", nodes)),
+        TensorSpec("positions", "int64", ("B", nodes)),
+        TensorSpec("tree_mask", "bool", ("B", nodes, nodes)),
         TensorSpec("num_nodes", "int64", ("B",)),
     )
     return Bound(

@@ -58,6 +58,12 @@ class HostRounds:
         accepted = self._rule.accept(tree, self._output, len(self._prompt) - 1)
         return self._step(tree, self._output, Settled(accepted.path, accepted.token))
 
+    def last_logits(self) -> NDArray[np.float32]:
+        """A copy of the row that `first` reads."""
+        assert self._output is not None and self._output.logits is not None
+        row: NDArray[np.float32] = self._output.logits[0].copy()
+        return row
+
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
         """A tree that fits what is left of the context and of the tokens."""
         target, num_carried = self._target, len(self._still_fits(remaining))

@@ -46,6 +46,10 @@ class RoundEngine(Protocol):
     def first(self) -> Step:
         """The token behind the prompt, once all chunks have run."""
 
+    def last_logits(self) -> NDArray[np.float32]:
+        """float32 [V], of the prompt's last row, once all chunks have run; the rule must want
+        logits."""
+
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
         """The tree cut to what the context and the tokens to go leave room for; None: no draft."""
 

@@ -3,7 +3,7 @@
 Greedy and `coupled` decoding must give plain decoding's tokens, one for one, with every drafter
 and tree; `rejection` must follow the target's distribution (`rejection_check`). Where a wide call
 and narrow calls round differently a near-tie may flip: that noise is measured here too, and in
-less than float32 a divergence within it is reported but is no failure.
+less than float32, or on a GPU, a divergence within it is reported but is no failure.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ class EqualityCheck:
 @dataclass(frozen=True)
 class VerifyReport:
     """All that was checked. noise: the largest difference of a log-probability between one wide
-    target call and narrow ones."""
+    target call and narrow ones. device: "cpu" or "cuda", where `rejection` stays empty."""
 
     dtype: str
+    device: str
     max_new_tokens: int
     noise: float
     equality: tuple[EqualityCheck, ...]
@@ -107,13 +108,19 @@ class VerifyReport:
 
     def lines(self) -> list[str]:
         """The report in words."""
+        where = "" if self.device == "cpu" else f" on {self.device}"
         lines = [
-            f"{self.dtype}, up to {self.max_new_tokens} new tokens; one wide call differs from"
-            f" narrow ones by {self.noise:.1e} (log-probability)"
+            f"{self.dtype}{where}, up to {self.max_new_tokens} new tokens; one wide call differs"
+            f" from narrow ones by {self.noise:.1e} (log-probability)"
         ]
         for each in self.equality:
             lines += _equality_lines(each)
         lines += _rejection_lines(self.rejection)
+        if self.device != "cpu":
+            lines.append(
+                "rejection not tested on cuda, where the same code walks the tree on the host:"
+                " `eagle3 verify --device cpu` tests it"
+            )
         return [*lines, f"verify: {'passed' if self.passed else 'FAILED'}"]
 
 
@@ -143,13 +150,20 @@ def verify(
     that the engine refuses, PlanError for a tree.
     """
     engine.plan.override(tree=tree)  # what it refuses is said before the long work
+    on_host = engine.device is None
+    drafters = [name for name in engine.drafters if name != "none"]
+    if engine.device is not None:
+        for drafter in drafters:
+            engine.device.check_tree(_trees(engine, drafter, tree)[0][0])
     if not prompts:
         raise RequestError("there are no prompts to verify on: give at least one")
     chat = engine.chat_template is not None
     encoded = [engine.encode(prompt, chat=chat) for prompt in prompts]
-    drafters = [name for name in engine.drafters if name != "none"]
     plains = [_decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES]
-    noise = measure_noise(engine, encoded[0] + plains[0].tokens[0])
+    if on_host:
+        noise = measure_noise(engine, encoded[0] + plains[0].tokens[0])
+    else:
+        noise = measure_draft_noise(engine, encoded[0], max_new_tokens)
     equality = [
         _check_equality(engine, drafter, each, plain, every, noise, report)
         for drafter in drafters
@@ -160,7 +174,7 @@ def verify(
     contexts = [ids for ids in encoded if len(ids) <= room]
     rejection = [
         check
-        for drafter in drafters
+        for drafter in (drafters if on_host else ())
         for check in check_rejection(
             engine,
             drafter,
@@ -170,7 +184,10 @@ def verify(
             report,
         )
     ]
-    return VerifyReport(engine.plan.dtype, max_new_tokens, noise, tuple(equality), tuple(rejection))
+    where = "cpu" if on_host else "cuda"
+    return VerifyReport(
+        engine.plan.dtype, where, max_new_tokens, noise, tuple(equality), tuple(rejection)
+    )
 
 
 def measure_noise(engine: Engine, text: Sequence[int]) -> float:
@@ -196,6 +213,24 @@ def measure_noise(engine: Engine, text: Sequence[int]) -> float:
     return worst
 
 
+def measure_draft_noise(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> float:
+    """As `measure_noise`, where the target's calls are out of reach: between the greedy text behind
+    `prompt` decoded plainly and with the draft, as far as they are one text.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "logprobs": _NOISE_TOP}
+    plain, drafted = (
+        engine.generate(prompt, drafter=name, **options).logprobs or ()
+        for name in ("none", engine.default_drafter)
+    )
+    worst = 0.0
+    for one, other in zip(plain, drafted, strict=False):
+        theirs = dict(other.top)
+        worst = max([worst, *(abs(p - theirs[i]) for i, p in one.top if i in theirs)])
+        if one.token_id != other.token_id:
+            break
+    return worst
+
+
 def _trees(
     engine: Engine, drafter: str, asked: TreeRequest | None, *more: TreePlan
 ) -> list[tuple[TreePlan, int]]:
@@ -207,6 +242,8 @@ def _trees(
     own = engine.default_tree(drafter)
     main = own if asked is None else replace(engine.plan, tree=own).override(tree=asked)
     limit = engine.plan.max_draft_tokens
+    if engine.device is not None:  # whose draft grows one tree, or the first of its nodes
+        more = (replace(main, num_draft_tokens=-(-main.num_draft_tokens // 2)),)
     cut = [replace(each, num_draft_tokens=min(each.num_draft_tokens, limit)) for each in more]
     return [(main, 1), *((each, _OTHER_TREES_EVERY) for each in cut if each != main)]
 
@@ -279,7 +316,7 @@ def _divergence(
         draft_token=found[position] if position < len(found) else None,
         margin=margin,
         within_noise=(
-            engine.plan.dtype != "float32"
+            (engine.plan.dtype != "float32" or engine.device is not None)
             and margin is not None
             and allowed is not None
             and margin <= allowed
@@ -301,15 +338,10 @@ def _greedy_margin(engine: Engine, plain: _Plain, index: int, position: int) -> 
 
 def _coupled_margin(engine: Engine, plain: _Plain, index: int, position: int) -> float:
     """How far the uniform number is from leaving the interval of plain decoding's token."""
-    text = np.asarray(plain.prompts[index] + plain.tokens[index][:position], np.int64)
-    target = engine.target
-    with engine.turn():
-        for start in range(0, len(text), target.prefill_chunk):
-            part = text[start : start + target.prefill_chunk]
-            output = target.prefill(part, start, want_logits=True)
-        assert output.logits is not None
-        params = SamplingParams(temperature=RULES["coupled"]["temperature"])
-        p = target_probs(output.logits[0], TokenHistory(target.vocab_size), (), params)
+    text = plain.prompts[index] + plain.tokens[index][:position]
+    logits = engine.next_logits(text)
+    params = SamplingParams(temperature=RULES["coupled"]["temperature"])
+    p = target_probs(logits, TokenHistory(len(logits)), (), params)
     token = plain.tokens[index][position]
     edges = np.cumsum(p, dtype=np.float64)[max(token - 1, 0) : token + 1]
     edges = edges if token else np.array([0.0, edges[0]])

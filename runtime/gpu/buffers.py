@@ -7,43 +7,18 @@ S slots of a cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from eagle3.runtime.errors import BundleError
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver, HostBuffer
-from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec
-from eagle3.runtime.session import Bound, cache_specs
+from eagle3.runtime.manifest import DraftInfo, Manifest
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ENDLESS = 1 << 62
 RESULT_HEAD = 5
 """int64 entries of a round's result before the tokens of the kept rows (kernels.cu)."""
-
-
-def bound_draft_tree(manifest: Manifest, info: DraftInfo, num_nodes: int) -> Bound:
-    """What the runtime binds of `draft_tree`: one extension and the growth of the whole tree."""
-    plan = manifest.plan
-    cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
-    inputs = (
-        TensorSpec("features", plan.dtype, ("B", "N", manifest.target.feature_size)),
-        TensorSpec("next_ids", "int64", ("B", "N")),
-        TensorSpec("num_rows", "int64", ("B",)),
-        TensorSpec("past_len", "int64", ("B",)),
-    )
-    outputs = (
-        TensorSpec("tokens", "int64", ("B", num_nodes)),
-        TensorSpec("parents", "int64", ("B", num_nodes)),
-        TensorSpec("positions", "int64", ("B", num_nodes)),
-        TensorSpec("tree_mask", "bool", ("B", num_nodes, num_nodes)),
-        TensorSpec("num_nodes", "int64", ("B",)),
-    )
-    return Bound(
-        chain(inputs, cache_specs("past", 1, cache, plan.dtype)),
-        chain(outputs, cache_specs("present", 1, cache, plan.dtype)),
-    )
 
 
 class DeviceCache:
@@ -133,18 +108,25 @@ class TargetBuffers:
 
 
 class DraftBuffers:
-    """The inputs and outputs of `draft_tree`. max_rows: the most rows it takes in one call."""
+    """The inputs and outputs of `draft_tree`. max_rows: the most rows it takes in one call.
 
-    def __init__(
-        self, driver: Driver, manifest: Manifest, info: DraftInfo, max_rows: int, num_nodes: int
-    ) -> None:
-        plan = manifest.plan
+    Of a row of the target's features the head reads `num_layers` layers of `layer_words` each, by
+    the table `layers`.
+    """
+
+    def __init__(self, driver: Driver, manifest: Manifest, info: DraftInfo, max_rows: int) -> None:
+        plan, num_nodes = manifest.plan, info.tree.num_draft_tokens + 1
         item = _ITEM_BYTES[plan.dtype]
 
         def ints(count: int) -> int:
             return driver.allocate(8 * count, "a buffer of integers").address
 
-        features = max_rows * manifest.target.feature_size * item
+        target = manifest.target
+        self.layer_words = _words("a layer's features", target.hidden_size, item)
+        self.num_layers = len(info.aux_layer_ids)
+        layers = [target.aux_layer_ids.index(layer) for layer in info.aux_layer_ids]
+        self.layers = upload_once(driver, layers)
+        features = max_rows * self.num_layers * self.layer_words * 4
         self.features = driver.allocate(features, "the draft's features").address
         self.next_ids, self.num_rows, self.past_len = ints(max_rows), ints(1), ints(1)
         self.tokens, self.parents, self.positions = (ints(num_nodes) for _ in range(3))

@@ -8,32 +8,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
+from eagle3.plans.rules import widths_up_to
 from eagle3.runtime.errors import PlanError
 from eagle3.runtime.gpu.driver import Driver
-from eagle3.runtime.gpu.halves import DRAFT_TREE, TARGET, Engines, Halves
+from eagle3.runtime.gpu.halves import TARGET, Engines, Halves
 from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.session import Clock
 
 Int64s = NDArray[np.int64]
 
 
-def default_widths(max_width: int) -> tuple[int, ...]:
-    """Rows of a verification that get a graph: powers of two, and the whole tree."""
-    powers = (1 << n for n in range(max_width.bit_length()))
-    return (*(power for power in powers if power < max_width), max_width)
+def graph_widths(widths: Sequence[int], num_nodes: int) -> list[int]:
+    """Rows of a verification that get a graph, ascending: 1, and of `widths` those up to the first
+    that holds the draft's largest tree."""
+    needed = [width for width in widths if width < num_nodes]
+    return sorted({1, *needed, *[width for width in widths if width >= num_nodes][:1]})
 
 
 class Device:
     """Batch 1. Everything is allocated and captured here, so that no round allocates anything.
 
-    widths: rows of a verification that get a graph; 1 is always among them. Raises DeviceError when
-    the GPU has too little memory, EngineError when an engine cannot be captured.
+    widths: what a verification is padded to; by default what the plan files were built for, else
+    the plan's (`Plan.verify_widths`). Raises DeviceError when the GPU has too little memory,
+    EngineError when an engine cannot be captured.
     """
 
     def __init__(
@@ -47,13 +49,11 @@ class Device:
         plan = engines.manifest.plan
         self.driver, self.clock, self._engines = driver, clock, engines
         self.num_nodes, self.round_rows = engines.num_nodes, engines.round_rows
-        chosen = default_widths(self.num_nodes) if widths is None else widths
-        if engines.draft is None:
-            chosen = ()
-        self.widths = sorted({1, *(min(width, self.num_nodes) for width in chosen)})
+        asked = widths or engines.verify_widths or plan.resolved().verify_widths
+        self.widths = graph_widths(asked or widths_up_to(self.num_nodes), self.num_nodes)
         self.capacity, self.num_slots = plan.max_seq_len, plan.cache_capacity
-        self.prefill_chunk = plan.prefill_chunk
-        max_rows = max(plan.prefill_chunk, self.widths[-1])
+        self.prefill_chunk = engines.prefill_chunk
+        max_rows = max(self.prefill_chunk, self.widths[-1])
         self._halves = Halves(engines, driver, kernels, max_rows, self.widths)
 
     @property
@@ -64,14 +64,20 @@ class Device:
     @property
     def drafters(self) -> tuple[str, ...]:
         """The names a request may ask for, the default first."""
-        info = self._engines.manifest.draft
-        return ("none",) if info is None or not self.drafts else (info.method, "none")
+        own = self._engines.drafter
+        return ("none",) if own is None else (own, "none")
 
     def check_tree(self, tree: TreePlan) -> None:
         """Raises PlanError for a tree that the compiled growth cannot grow: its shape is fixed, and
         a request may only ask for fewer of its nodes."""
-        own = self._engines.manifest.plan.tree
-        for name in (each.name for each in fields(own) if each.name != "num_draft_tokens"):
+        assert self._engines.info is not None
+        own = self._engines.info.tree
+        if tree.static is not None:
+            raise PlanError(
+                "the tree is static, but on the GPU the draft grows the dynamic trees that it was"
+                " compiled for: leave it out, or load the bundle with device 'cpu'"
+            )
+        for name in ("draft_top_k", "draft_depth"):
             asked, built = getattr(tree, name), getattr(own, name)
             if asked != built:
                 raise PlanError(
@@ -112,14 +118,14 @@ class Device:
         """Commits a chunk whose next token is `token`. drafts: runs the draft on it too, so that a
         tree under that token stands ready."""
         self._choose(range(num_rows), token)
-        halves = self._halves
-        if drafts and halves.draft is not None:
+        halves, engine = self._halves, self._engines.draft
+        if drafts and halves.draft is not None and engine is not None:
             most = self._engines.draft_rows
             for first in range(0, num_rows, most):
                 count = min(most, num_rows - first)
                 halves.feed(halves.draft, count, first, most)
                 halves.issue_draft(count)
-                self._count(DRAFT_TREE)
+                self._count(engine.name)
         halves.advance()
 
     def first_token(self) -> int:
@@ -133,9 +139,9 @@ class Device:
 
     def grow(self) -> None:
         """Runs the draft on the waiting rows: they join its cache, and a new tree stands ready."""
-        assert self._halves.draft_graph is not None
+        assert self._halves.draft_graph is not None and self._engines.draft is not None
         self._halves.draft_graph.replay()
-        self._count(DRAFT_TREE)
+        self._count(self._engines.draft.name)
 
     def set_round(self, node_limit: int, greedy: bool) -> None:
         """How many nodes of the tree to run, root included, and who accepts; until set again."""
@@ -160,7 +166,8 @@ class Device:
         self.driver.download(staging.tree_tokens, own.input_ids, 8 * width)
         self.driver.download(staging.next_token, own.next_token, 8 * width)
         if draft is not None:
-            self.driver.download(staging.tree_parents, draft.parents, 8 * width)
+            num_nodes = min(width, self.num_nodes)  # behind them a call is padded
+            self.driver.download(staging.tree_parents, draft.parents, 8 * num_nodes)
 
     def tree(self, num_nodes: int) -> tuple[Int64s, Int64s, Int64s]:
         """Tokens, parents and the target's argmax of the first nodes, int64 [num_nodes] each."""

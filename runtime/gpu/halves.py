@@ -10,45 +10,49 @@ captured once is right for every round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from eagle3.runtime.errors import BundleError
-from eagle3.runtime.gpu.buffers import (
-    RESULT_HEAD,
-    DraftBuffers,
-    Staging,
-    TargetBuffers,
-    bound_draft_tree,
-)
+from eagle3.plans.tensorrt_files import PlanFile, rebuild_command
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.gpu.buffers import RESULT_HEAD, DraftBuffers, Staging, TargetBuffers
 from eagle3.runtime.gpu.driver import Driver, Graph
 from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.gpu.tensorrt_engine import (
     PlanCall,
     PlanEngine,
-    PlanFile,
     Shape,
     TensorRT,
     load_engine,
 )
-from eagle3.runtime.manifest import Manifest
+from eagle3.runtime.growth import ENGINE as DRAFT_TREE
+from eagle3.runtime.growth import bound_growth
+from eagle3.runtime.manifest import DraftInfo, Manifest, engine_name
 from eagle3.runtime.session import Bound
 from eagle3.runtime.target import bound_target
 
-TARGET, DRAFT_TREE = "target", "draft_tree"
+TARGET = "target"
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The plan files of a bundle, loaded and compared with its manifest; draft may be None."""
+    """The plan files of a bundle, loaded and compared with its manifest.
+
+    drafter: the head whose `draft_tree` `draft` is; both None where no head has one. verify_widths:
+    what they were built for, empty where that was left open. prefill_chunk: rows of a prompt that
+    they take in one call.
+    """
 
     manifest: Manifest
     target: PlanEngine
+    drafter: str | None
     draft: PlanEngine | None
+    verify_widths: tuple[int, ...]
+    prefill_chunk: int
 
     @property
     def scratch_bytes(self) -> int:
@@ -57,14 +61,19 @@ class Engines:
         return max(engine.scratch_bytes for engine in both if engine is not None)
 
     @property
+    def info(self) -> DraftInfo | None:
+        """What the manifest says of the head."""
+        return None if self.drafter is None else self.manifest.drafts[self.drafter]
+
+    @property
     def num_nodes(self) -> int:
         """M: of the trees that the draft was compiled to grow, root included."""
-        return self.manifest.plan.tree.num_draft_tokens + 1
+        return 1 if self.info is None else self.info.tree.num_draft_tokens + 1
 
     @property
     def round_rows(self) -> int:
         """Rows that a round leaves for the draft at most: root and path."""
-        return self.manifest.plan.tree.depth_in_use + 1
+        return 1 if self.info is None else self.info.tree.depth_in_use + 1
 
     @property
     def draft_rows(self) -> int:
@@ -74,22 +83,34 @@ class Engines:
 
     def bound_draft(self) -> Bound:
         """What is bound of the draft."""
-        assert self.manifest.draft is not None
-        return bound_draft_tree(self.manifest, self.manifest.draft, self.num_nodes)
+        assert self.info is not None
+        return bound_growth(self.manifest, self.info)
+
+
+def growing_draft(manifest: Manifest) -> str | None:
+    """The first head whose trees one graph grows; None where there is none."""
+    names = (name for name in manifest.drafts if engine_name(name, DRAFT_TREE) in manifest.engines)
+    return next(names, None)
 
 
 def load_engines(
-    manifest: Manifest, files: dict[str, PlanFile], library: TensorRT, driver: Driver
+    bundle: Bundle, files: Mapping[str, PlanFile], library: TensorRT, driver: Driver
 ) -> Engines:
-    """Raises BundleError for a plan file that is foreign or does not fit the manifest."""
-    if TARGET not in files:
-        raise BundleError(f"there is no plan file of the target among {sorted(files)}")
-    target = load_engine(TARGET, files[TARGET], bound_target(manifest), library, driver)
-    without = Engines(manifest, target, None)
-    if DRAFT_TREE not in files or manifest.draft is None:
-        return without
-    draft = load_engine(DRAFT_TREE, files[DRAFT_TREE], without.bound_draft(), library, driver)
-    return Engines(manifest, target, draft)
+    """files: engine -> plan file, see `usable_plan_files`. Raises BundleError for one whose
+    bindings do not fit the manifest."""
+    manifest, request = bundle.manifest, files[TARGET].request
+    rebuild = rebuild_command(bundle, request, library.backend, driver.compute_capability)
+
+    def load(name: str, bound: Bound) -> PlanEngine:
+        return load_engine(files[name], rebuild, bound, library, driver)
+
+    drafter, draft = growing_draft(manifest), None
+    target = load(TARGET, bound_target(manifest))
+    if drafter is not None:
+        bound = bound_growth(manifest, manifest.drafts[drafter])
+        draft = load(engine_name(drafter, DRAFT_TREE), bound)
+    chunk = request.prefill_chunk or manifest.plan.prefill_chunk
+    return Engines(manifest, target, drafter, draft, request.verify_widths, chunk)
 
 
 class Halves:
@@ -103,9 +124,8 @@ class Halves:
         self.own = TargetBuffers(driver, manifest, max_rows, widest)
         self.staging = Staging(driver, manifest, max_rows, widest, engines.num_nodes)
         self.draft: DraftBuffers | None = None
-        if engines.draft is not None and manifest.draft is not None:
-            sizes = (engines.draft_rows, engines.num_nodes)
-            self.draft = DraftBuffers(driver, manifest, manifest.draft, *sizes)
+        if engines.info is not None:
+            self.draft = DraftBuffers(driver, manifest, engines.info, engines.draft_rows)
         self._scratch = driver.allocate(engines.scratch_bytes, "the engines' scratch memory")
         self._target_contexts: dict[int, PlanCall] = {}
         self._draft_contexts: dict[int, PlanCall] = {}
@@ -134,8 +154,10 @@ class Halves:
     def feed(self, draft: DraftBuffers, count: int, first: int, capacity: int) -> None:
         """Files `count` chosen rows, from the first-th on, behind those that wait for the draft."""
         own = self.own
+        features = (own.features, own.feature_words)
+        layers = (draft.layers, draft.num_layers, draft.layer_words)
+        sources = (*features, *layers, own.input_ids, own.chosen, first)
         where = (draft.num_rows, capacity, draft.features, draft.next_ids)
-        sources = (own.features, own.feature_words, own.input_ids, own.chosen, first)
         self._kernels.launch("feed_draft", *sources, *where, blocks=count)
         self._kernels.launch("count_fed", own.chosen, first, capacity, draft.num_rows, threads=1)
 

@@ -114,19 +114,23 @@ extern "C" __global__ void clear_kv(
     for (i64 word = threadIdx.x; word < size; word += blockDim.x) first[word] = 0;
 }
 
-// Files kept rows first .. kept - 1 behind the rows that wait for the draft: a block a row. A row
-// pairs a position's features with the token of the next position. Rows that find no room are
-// dropped: only a request without a draft lets them pile up.
+// Files kept rows first .. kept - 1 behind the rows that wait for the draft: a CUDA block a row. A
+// row pairs a position's features with the token of the next position; of the target's features,
+// `words` a row, the head reads the layers that `layers` names, layer_words each. Rows that find no
+// room are dropped: only a request without a draft lets them pile up.
 extern "C" __global__ void feed_draft(
-    const u32* features, i64 words, const i64* input_ids, const i64* chosen, i64 first,
+    const u32* features, i64 words, const i64* layers, i64 num_layers, i64 layer_words,
+    const i64* input_ids, const i64* chosen, i64 first,
     const i64* draft_rows, i64 capacity, u32* draft_features, i64* draft_next_ids)
 {
     const i64 kept = chosen[0], row = (i64)blockIdx.x + first;
     const i64 to = *draft_rows + (i64)blockIdx.x;
     if (row >= kept || to >= capacity) return;
     const i64* path = chosen + 2;
-    for (i64 word = threadIdx.x; word < words; word += blockDim.x)
-        draft_features[to * words + word] = features[path[row] * words + word];
+    const u32* source = features + path[row] * words;
+    u32* target = draft_features + to * num_layers * layer_words;
+    for (i64 word = threadIdx.x; word < num_layers * layer_words; word += blockDim.x)
+        target[word] = source[layers[word / layer_words] * layer_words + word % layer_words];
     if (threadIdx.x == 0)
         draft_next_ids[to] = row + 1 < kept ? input_ids[path[row + 1]] : chosen[1];
 }

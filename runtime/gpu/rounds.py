@@ -89,6 +89,11 @@ class DeviceRounds:
         self._tree_ready = self._drafts
         return self._step(tree, output, (), accepted.token)
 
+    def last_logits(self) -> NDArray[np.float32]:
+        """The row that `first` reads."""
+        self._device.driver.attach()
+        return self._device.logits(0)
+
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
         """Fewer nodes where the context ends; what lies behind the last token to go is dropped."""
         room = self._device.capacity - self._past - 1

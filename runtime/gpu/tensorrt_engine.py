@@ -1,29 +1,26 @@
 """A TensorRT plan file as calls over fixed addresses.
 
-A `PlanFile` says what the file was built with; `load_engine` refuses one for another GPU or library
-and compares its bindings with what the caller will bind. `PlanEngine.call` makes one context for
-one set of shapes: a CUDA graph that was captured from a context is only good while nothing of that
-context changes, so every width has its own, and all of them share one piece of scratch memory,
-which they may because one stream runs them in turn.
+Which files may be used at all `plans/tensorrt_files.py` says; `load_engine` compares a file's
+bindings with what the caller will bind. `PlanEngine.call` makes one context for one set of shapes:
+a CUDA graph that was captured from a context is only good while nothing of that context changes, so
+every width has its own, and all of them share one piece of scratch memory, which they may because
+one stream runs them in turn.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing
+from eagle3.plans.tensorrt_files import PlanFile
+from eagle3.plans.tensorrt_library import find_library
+from eagle3.runtime.errors import BundleError, DeviceError, EngineError
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.manifest import TensorSpec
 from eagle3.runtime.session import Bound
 
 Shape = tuple[int, ...]
 
-LIBRARIES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""Backend -> the module that runs its plan files."""
 _DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -36,30 +33,15 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class PlanFile:
-    """A compiled engine on disk and what it was built with.
-
-    backend: a key of LIBRARIES. compute_capability: of the GPU it is for, as "8.9". rebuild: the
-    command that builds it again.
-    """
-
-    path: Path
-    backend: str
-    library_version: str
-    compute_capability: str
-    rebuild: str
-
-
 class TensorRT:
     """The library of a backend, with a logger that keeps what it complained of.
 
-    Raises EngineMissing where it is not installed.
+    Raises EngineMissing where it is not installed, BuildError where it is too old.
     """
 
     def __init__(self, backend: str, module: Any | None = None) -> None:
         self.backend = backend
-        self.module = _imported(backend) if module is None else module
+        self.module = find_library(backend).module if module is None else module
         self.version = str(self.module.__version__)
         self.complaints: list[str] = []
         self.logger = _logger(self.module, self.complaints)
@@ -70,17 +52,6 @@ class TensorRT:
         said = self.complaints[-1] if self.complaints else "the library gave no reason"
         self.complaints.clear()
         return said
-
-
-def _imported(backend: str) -> Any:
-    name = LIBRARIES[backend]
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        extra = "eagle3[tensorrt]" if backend == "tensorrt" else "tensorrt-rtx-cu13"
-        raise EngineMissing(
-            f"backend {backend} needs the package {name}: pip install '{extra}' ({error})"
-        ) from error
 
 
 def _logger(module: Any, complaints: list[str]) -> Any:
@@ -99,11 +70,13 @@ def _logger(module: Any, complaints: list[str]) -> Any:
 
 
 class PlanEngine:
-    """A deserialized plan file."""
+    """A deserialized plan file. rebuild: the command that builds it again."""
 
-    def __init__(self, name: str, file: PlanFile, library: TensorRT, driver: Driver) -> None:
-        self.name, self._file, self._library, self._driver = name, file, library, driver
-        self._engine = _deserialized(name, file, library)
+    def __init__(self, file: PlanFile, rebuild: str, library: TensorRT, driver: Driver) -> None:
+        self.name, self.rebuild = file.engine, rebuild
+        self.where = f"engine '{file.engine}' ({file.path})"
+        self._library, self._driver = library, driver
+        self._engine = _deserialized(file, self.where, rebuild, library)
         self._names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         mode = library.module.TensorIOMode.INPUT
         inputs = {n for n in self._names if self._engine.get_tensor_mode(n) == mode}
@@ -190,8 +163,7 @@ class PlanEngine:
         ask = getattr(context, "is_stream_capturable", None)  # not in every TensorRT
         if ask is not None and not ask(self._driver.stream):
             raise EngineError(
-                f"engine '{self.name}' ({self._file.path}) has layers that no CUDA graph can hold;"
-                f" run `{self._file.rebuild}`"
+                f"{self.where} has layers that no CUDA graph can hold; run `{self.rebuild}`"
             )
 
     def check_aliases(self) -> None:
@@ -202,8 +174,7 @@ class PlanEngine:
             past = name.replace("present_", "past_")
             if ask is not None and ask(name) != past:
                 raise BundleError(
-                    f"engine '{self.name}' ({self._file.path}): {name} is not written in place of"
-                    f" {past}; run `{self._file.rebuild}`"
+                    f"{self.where}: {name} is not written in place of {past}; run `{self.rebuild}`"
                 )
 
     def _must(self, accepted: bool, what: str) -> None:
@@ -220,7 +191,7 @@ class PlanEngine:
         name, shape = next(iter(shapes.items()))
         raise EngineError(
             f"no profile of engine '{self.name}' takes {name} {list(shape)} and what goes with it;"
-            f" run `{self._file.rebuild}`"
+            f" run `{self.rebuild}`"
         )
 
     def _holds(self, profile: int, name: str, shape: Shape) -> bool:
@@ -251,59 +222,34 @@ class PlanCall:
 
 
 def load_engine(
-    name: str, file: PlanFile, bound: Bound, library: TensorRT, driver: Driver
+    file: PlanFile, rebuild: str, bound: Bound, library: TensorRT, driver: Driver
 ) -> PlanEngine:
-    """Loads a plan file that was built for this GPU and library and has the tensors of `bound`.
+    """Loads a plan file that has the tensors of `bound`.
 
     Raises BundleError, with the command that rebuilds, for any other.
     """
-    _refuse_foreign(name, file, library, driver)
-    engine = PlanEngine(name, file, library, driver)
-    _compare(name, file, "input", engine.inputs, bound.inputs)
-    _compare(name, file, "output", engine.outputs, bound.outputs)
+    engine = PlanEngine(file, rebuild, library, driver)
+    _compare(engine, "input", engine.inputs, bound.inputs)
+    _compare(engine, "output", engine.outputs, bound.outputs)
     engine.check_aliases()
     return engine
 
 
-def _refuse_foreign(name: str, file: PlanFile, library: TensorRT, driver: Driver) -> None:
-    where = f"engine '{name}' ({file.path})"
-    if file.backend != library.backend:
-        raise BundleError(
-            f"{where} was built by {file.backend}, {library.backend} was asked for: load it with"
-            f" backend='{file.backend}', or run `{file.rebuild}`"
-        )
-    if driver.compute_capability != file.compute_capability:
-        raise BundleError(
-            f"{where} was built for compute capability {file.compute_capability},"
-            f" {driver.device_name} has {driver.compute_capability}: run `{file.rebuild}`"
-        )
-    if file.library_version != library.version:
-        raise BundleError(
-            f"{where} was built by {file.backend} {file.library_version}, installed is"
-            f" {library.version}: run `{file.rebuild}`"
-        )
-
-
-def _deserialized(name: str, file: PlanFile, library: TensorRT) -> Any:
+def _deserialized(file: PlanFile, where: str, rebuild: str, library: TensorRT) -> Any:
     try:
         content = file.path.read_bytes()
     except OSError as error:
-        raise BundleError(f"engine '{name}' ({file.path}) cannot be read: {error}") from error
+        raise BundleError(f"{where} cannot be read: {error}") from error
     engine = library.runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise BundleError(
-            f"engine '{name}' ({file.path}) cannot be loaded: {library.last_complaint()};"
-            f" run `{file.rebuild}`"
+            f"{where} cannot be loaded: {library.last_complaint()}; run `{rebuild} --force`"
         )
     return engine
 
 
 def _compare(
-    name: str,
-    file: PlanFile,
-    kind: str,
-    found: Sequence[TensorSpec],
-    expected: Iterable[TensorSpec],
+    engine: PlanEngine, kind: str, found: Sequence[TensorSpec], expected: Iterable[TensorSpec]
 ) -> None:
     """Names, dtypes, ranks and fixed dimensions; a dimension that is free in one may be in both."""
     left = {spec.name: spec for spec in found}
@@ -312,13 +258,13 @@ def _compare(
         if own is None or not _fits(own, spec):
             has = "none of that name" if own is None else _say(own)
             raise BundleError(
-                f"engine '{name}' ({file.path}): {kind} {_say(spec)} is asked for by the manifest,"
-                f" the plan file has {has}: run `{file.rebuild}`"
+                f"{engine.where}: {kind} {_say(spec)} is asked for by the manifest, the plan file"
+                f" has {has}: run `{engine.rebuild}`"
             )
     if left:
         raise BundleError(
-            f"engine '{name}' ({file.path}): {kind} {_say(next(iter(left.values())))} is unknown to"
-            f" the manifest: run `{file.rebuild}`"
+            f"{engine.where}: {kind} {_say(next(iter(left.values())))} is unknown to the manifest:"
+            f" run `{engine.rebuild}`"
         )
 
 

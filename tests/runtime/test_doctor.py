@@ -70,3 +70,31 @@ def test_a_tensorrt_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_has_the_findings() -> None:
     data = doctor.diagnose().to_json()
     assert {each["name"] for each in data["findings"]} >= {"python", "onnxruntime", "gpu", "cores"}
+
+
+GPU_PACKAGES = {"onnxruntime", "tensorrt", "cuda-bindings", "nvidia-cuda-nvrtc"}
+
+
+@pytest.mark.parametrize(
+    ("packages", "driver", "says", "advised"),
+    [
+        (GPU_PACKAGES, True, "yes: a driver; tensorrt 1.0, cuda-bindings 1.0", ""),
+        (GPU_PACKAGES, False, "no: a driver; tensorrt 1.0", ""),
+        (GPU_PACKAGES - {"nvidia-cuda-nvrtc"}, True, "missing: NVRTC", "NVRTC: pip install"),
+        ({"onnxruntime"}, True, "missing: TensorRT, cuda-bindings, NVRTC", "eagle3[tensorrt]"),
+    ],
+)
+def test_what_the_gpu_path_lacks(
+    monkeypatch: pytest.MonkeyPatch, packages: set[str], driver: bool, says: str, advised: str
+) -> None:
+    pretend(monkeypatch, packages)
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: ("a driver", driver))
+    (found,) = (each for each in doctor.diagnose().findings if each.name == "device cuda")
+    assert says in found.value
+    assert advised in (found.advice or "") and bool(advised) == bool(found.advice)
+
+
+def test_the_driver_is_asked_itself() -> None:
+    said, starts = doctor.cuda_driver()
+    assert said.startswith(("a driver for CUDA ", "no driver"))
+    assert not starts or "GPU" in said

@@ -31,3 +31,10 @@ def device(portable: Bundle, tmp_path_factory: Any) -> Iterator[OnDevice]:
 def cpu(portable: Bundle) -> Iterator[eagle3.Engine]:
     """`portable` on the CPU."""
     yield eagle3.load(portable.root, threads=1)
+
+
+@pytest.fixture(scope="session")
+def narrow(portable: Bundle, tmp_path_factory: Any) -> OnDevice:
+    """`portable` with plan files that were built for many widths."""
+    widths = (1, 2, 4, 8, 33)
+    return on_device(portable, tmp_path_factory.mktemp("narrow"), verify_widths=widths)

@@ -135,6 +135,9 @@ class NumpyKernels:
         blocks: int,
         features: int,
         words: int,
+        layers: int,
+        num_layers: int,
+        layer_words: int,
         input_ids: int,
         chosen: int,
         first: int,
@@ -148,11 +151,12 @@ class NumpyKernels:
         start = int(self._ints(draft_rows)[0])
         rows = range(first, min(int(count), first + blocks))
         for to, row in zip(range(start, capacity), rows, strict=False):
-            source = features + 4 * words * int(path[row])
-            target = draft_features + 4 * words * to
-            self._memory.view(target, np.uint32, words)[:] = self._memory.view(
-                source, np.uint32, words
-            )
+            source = self._memory.view(features + 4 * words * int(path[row]), np.uint32, words)
+            size = num_layers * layer_words
+            target = self._memory.view(draft_features + 4 * size * to, np.uint32, size)
+            for at, layer in enumerate(self._ints(layers, num_layers)):
+                own = source[layer * layer_words : (layer + 1) * layer_words]
+                target[at * layer_words : (at + 1) * layer_words] = own
             following = input_ids + 8 * int(path[row + 1]) if row + 1 < count else None
             next_id = token if following is None else self._ints(following)[0]
             self._ints(draft_next_ids + 8 * to)[0] = next_id

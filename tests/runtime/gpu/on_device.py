@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from programs import OnnxProgram, programs_of, write_plan_files
+from programs import VERSION, OnnxProgram, build_plan_files, programs_of
 from stand_in import StandInDriver
 from stand_in_tensorrt import Program, StandInTensorRT
 
 import eagle3
+from eagle3.plans.tensorrt_files import usable_plan_files
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.gpu.device import Device
 from eagle3.runtime.gpu.halves import load_engines
@@ -32,23 +34,35 @@ class OnDevice:
     def target(self) -> OnnxProgram:
         return self.programs["target"]  # type: ignore[no-any-return]
 
+    @property
+    def growth(self) -> Any:
+        """The engine `draft_tree` of whichever head there is."""
+        return next(each for name, each in self.programs.items() if name != "target")
+
+
+def copy_of(bundle: Bundle, folder: Path) -> Bundle:
+    """A copy that may get plan files."""
+    shutil.copytree(bundle.root, folder / "bundle")
+    return Bundle.open(folder / "bundle")
+
 
 def on_device(
     bundle: Bundle,
     folder: Path,
     driver: StandInDriver | None = None,
-    engines: Sequence[str] = ("target", "draft_tree"),
     grow: Callable[[Program], Program] = lambda own: own,
-    **options: Any,
+    widths: tuple[int, ...] | None = None,
+    **request: Any,
 ) -> OnDevice:
-    driver = driver or StandInDriver()
-    """grow: wraps the growth of the draft's tree."""
-    programs = {name: each for name, each in programs_of(bundle).items() if name in engines}
-    if "draft_tree" in programs:
-        programs["draft_tree"] = grow(programs["draft_tree"])
-    files = write_plan_files(bundle, programs, folder)
+    """grow: wraps the growth of the draft's tree. request: of the build. folder: for a copy."""
+    driver, bundle = driver or StandInDriver(), copy_of(bundle, folder)
+    programs = programs_of(bundle)
+    for name in programs:
+        if name != "target":
+            programs[name] = grow(programs[name])
+    build_plan_files(bundle.root, **request)
     library = TensorRT("tensorrt", StandInTensorRT(driver, programs))
+    files = usable_plan_files(bundle, "tensorrt", VERSION, driver.compute_capability)
     kernels = Kernels(driver, b"")
-    loaded = load_engines(bundle.manifest, files, library, driver)
-    device = Device(loaded, driver, kernels, Clock(), **options)
+    device = Device(load_engines(bundle, files, library, driver), driver, kernels, Clock(), widths)
     return OnDevice(eagle3.Engine(bundle, 1, device), driver, dict(programs))

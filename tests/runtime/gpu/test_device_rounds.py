@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from cuda_on_host import COMPILER, compile_for_host
 from numpy.typing import NDArray
 from on_device import OnDevice, on_device
@@ -79,13 +80,19 @@ def text(cpu: eagle3.Engine) -> list[int]:
     return cpu.generate(PROMPT, drafter="none", max_new_tokens=60, **NO_EOS).token_ids
 
 
+@pytest.fixture(scope="module")
+def wide(portable: Bundle, tmp_path_factory: pytest.TempPathFactory) -> OnDevice:
+    """`portable`, whose every tree is padded to the widest call that the engines take."""
+    return on_device(portable, tmp_path_factory.mktemp("wide"), widths=(33,))
+
+
 @pytest.fixture
 def forking(
     portable: Bundle, tmp_path: Path, text: list[int]
 ) -> Iterator[tuple[OnDevice, Forking]]:
     """`portable` on the stand-in, with a growth that knows the greedy text."""
     own = on_device(portable, tmp_path, grow=lambda own: Forking(own, PROMPT + text))
-    yield own, own.programs["draft_tree"]
+    yield own, own.growth
 
 
 def shown(result: eagle3.Result, rule: dict[str, Any]) -> list[int]:
@@ -222,7 +229,7 @@ def test_sampling_fetches_the_rows_it_visits(
         assert cost.replays <= 2
 
 
-@pytest.mark.parametrize("widths", [(1,), (1, 3), (2, 5, 7), (64,)])
+@pytest.mark.parametrize("widths", [(1,), (1, 3), (2, 5, 7), (5, 16), (33,)])
 def test_every_set_of_widths_gives_the_same_text(
     portable: Bundle, tmp_path: Path, text: list[int], widths: tuple[int, ...]
 ) -> None:
@@ -231,26 +238,52 @@ def test_every_set_of_widths_gives_the_same_text(
     program.widths.clear()
     found = own.engine.generate(PROMPT, drafter="eagle3", max_new_tokens=60, **NO_EOS)
     assert found.token_ids == text
-    allowed = {1, *(min(width, 7) for width in widths)}
-    assert set(program.widths) <= allowed | {16, 8}, "those of the prompt's chunks"
+    assert set(program.widths[3:]) <= {1, *widths}, "behind the prompt's chunks"
+    assert max(program.widths[3:]) == widths[-1]
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 6])
-def test_a_request_may_ask_for_fewer_nodes(device: OnDevice, text: list[int], nodes: int) -> None:
-    device.target.widths.clear()
-    found = device.engine.generate(PROMPT, num_draft_tokens=nodes, max_new_tokens=60, **NO_EOS)
-    assert found.token_ids == text
-    assert max(device.target.widths[3:]) == {1: 2, 2: 4, 3: 4, 6: 7}[nodes]
+@pytest.mark.parametrize(("nodes", "width"), [(1, 2), (2, 4), (3, 4), (6, 8)])
+def test_a_request_may_ask_for_fewer_nodes(
+    narrow: OnDevice, text: list[int], nodes: int, width: int
+) -> None:
+    assert narrow.engine.device is not None and narrow.engine.device.widths == [1, 2, 4, 8]
+    narrow.target.widths.clear()
+    options: dict[str, Any] = {"num_draft_tokens": nodes, "max_new_tokens": 60, **NO_EOS}
+    assert narrow.engine.generate(PROMPT, **options).token_ids == text
+    assert max(narrow.target.widths[3:]) == width
+    coupled = {**options, "temperature": 1.0, "acceptance": "coupled"}
+    plain = narrow.engine.generate(PROMPT, drafter="none", **{**coupled, "num_draft_tokens": None})
+    assert narrow.engine.generate(PROMPT, **coupled).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("length", [95, 96, 97, 119, 120, 128])
+def test_a_padded_call_fits_the_cache_at_the_context_limit(
+    portable: Bundle, cpu: eagle3.Engine, wide: OnDevice, length: int
+) -> None:
+    """A call of 33 rows would write behind the cache; the stand-in refuses one that does."""
+    prompt = np.random.default_rng(length).integers(2, 64, length).tolist()
+    options: dict[str, Any] = {"max_new_tokens": 500, **NO_EOS}
+    expected = cpu.generate(prompt, drafter="none", **options)
+    wide.target.widths.clear()
+    found = wide.engine.generate(prompt, **options)
+    assert (found.token_ids, found.finish_reason) == (expected.token_ids, "length")
+    rounds = wide.target.widths[-(-length // 16) :]
+    assert (33 in rounds) == (length <= 96), "129 slots hold 33 rows behind 96"
+    assert wide.growth.most_slots <= portable.manifest.plan.max_seq_len + 4
+
+
+def test_the_last_slot_is_used(wide: OnDevice) -> None:
+    wide.engine.generate(list(range(2, 62)), max_new_tokens=500, **NO_EOS)
+    assert wide.target.most_slots == wide.target.capacity == 129
 
 
 def test_another_growth_than_the_compiled_one_is_refused(device: OnDevice) -> None:
     for options, message in (
         ({"draft_top_k": 2}, "draft_top_k is 2, but the draft was compiled for 3"),
         ({"draft_depth": 1}, "draft_depth is 1, but"),
-        (
-            {"num_draft_tokens": 7},
-            "num_draft_tokens is 7, but the draft was .* trees of 6",
-        ),
+        ({"num_draft_tokens": 7}, "num_draft_tokens is 7, but the draft was .* trees of 6"),
+        ({"tree": "eagle1"}, "the tree is static, but on the GPU"),
+        ({"tree": [[0], [1]]}, "the tree is static, but on the GPU"),
     ):
         with pytest.raises(RequestError, match=message):
             device.engine.generate(PROMPT, **options)
@@ -349,9 +382,16 @@ def test_a_sliding_window(
         assert own.engine.generate(prompt, **options).token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("without", ["a draft", "its growth"])
 def test_a_bundle_without_a_draft_decodes_plainly(
-    portable: Bundle, tmp_path: Path, text: list[int]
+    portable: Bundle, tmp_path: Path, text: list[int], without: str
 ) -> None:
-    own = on_device(portable, tmp_path, engines=("target",))
+    engines = dict(portable.manifest.engines)
+    edits: dict[str, Any] = {"drafts": {}} if without == "a draft" else {}
+    del engines["eagle3.draft_tree"]
+    bundle = tiny.edited_bundle(portable, tmp_path / "edited", engines=engines, **edits)
+    own = on_device(bundle, tmp_path)
     assert own.engine.drafters == ["none"]
     assert own.engine.generate(PROMPT, max_new_tokens=60, **NO_EOS).token_ids == text
+    with pytest.raises(RequestError, match="here there is: none|this bundle has: none"):
+        own.engine.generate(PROMPT, drafter="eagle3")

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from on_device import OnDevice, on_device
-from programs import Arrays, programs_of, write_plan_files
+from click.testing import CliRunner
+from on_device import OnDevice, copy_of, on_device
+from programs import Arrays, build_plan_files, programs_of
 from stand_in import StandInDriver
 from stand_in_tensorrt import Program, StandInTensorRT, Tensor
 
 import eagle3
+from eagle3.cli import main
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import (
+    BuildError,
     BundleError,
     DeviceError,
     EngineError,
@@ -29,10 +32,13 @@ from eagle3.runtime.errors import (
     PlanError,
     RequestError,
 )
-from eagle3.runtime.gpu.device import default_widths
+from eagle3.runtime.gpu import load as gpu_load
+from eagle3.runtime.gpu.device import Device, graph_widths
 from eagle3.runtime.gpu.halves import load_engines
-from eagle3.runtime.gpu.load import default_backend, find_plan_files, load_device
+from eagle3.runtime.gpu.kernels import Kernels
+from eagle3.runtime.gpu.load import chosen_backend, load_device
 from eagle3.runtime.gpu.tensorrt_engine import PlanEngine, TensorRT
+from eagle3.runtime.session import Clock
 
 BAD = 30  # a token whose embedding is NaN
 NEVER_BAD = {1: -100.0, BAD: -1000.0}
@@ -40,52 +46,67 @@ REBUILD = r"run `eagle3 build "
 
 
 class Setup:
-    """A stand-in with the plan files of a bundle."""
+    """A stand-in, and a copy of a bundle with plan files for it."""
 
-    def __init__(self, bundle: Bundle, folder: Path, **changes: Any) -> None:
-        self.manifest, self.driver = bundle.manifest, StandInDriver()
-        self.programs = programs_of(bundle)
-        self.files = write_plan_files(bundle, self.programs, folder, **changes)
+    def __init__(self, bundle: Bundle, folder: Path, **request: Any) -> None:
+        self.bundle, self.driver = copy_of(bundle, folder), StandInDriver()
+        self.programs = programs_of(self.bundle)
+        self.files = build_plan_files(self.bundle.root, **request)
         self.library = TensorRT("tensorrt", StandInTensorRT(self.driver, self.programs))
 
     def load(self) -> Any:
-        return load_engines(self.manifest, self.files, self.library, self.driver)
+        return load_engines(self.bundle, self.files, self.library, self.driver)
+
+    def device(self) -> Any:
+        return load_device(self.bundle, "tensorrt", self.driver, self.library)
+
+
+@pytest.fixture
+def setup(portable: Bundle, tmp_path: Path) -> Setup:
+    return Setup(portable, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("request_", "message"),
     [
         (
-            {"compute_capability": "9.0"},
-            r"built for compute capability 9.0, a stand-in has 8.9: " + REBUILD,
+            {"capability": "9.0"},
+            r"no plan file of target, .* for tensorrt 99.1 on a GPU of compute capability 8.9"
+            r" \(it has some for tensorrt on 9.0\): " + REBUILD,
         ),
-        (
-            {"library_version": "98.0"},
-            r"built by tensorrt 98.0, installed is 99.1: " + REBUILD,
-        ),
-        (
-            {"backend": "tensorrt-rtx"},
-            r"built by tensorrt-rtx, tensorrt was asked for: load it with backend='tensorrt-rtx'",
-        ),
+        ({"backend": "tensorrt-rtx"}, r"\(it has some for tensorrt-rtx on 8.9\): " + REBUILD),
     ],
 )
-def test_a_plan_file_for_something_else_is_refused(
-    portable: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
+def test_plan_files_for_something_else_are_refused(
+    portable: Bundle, tmp_path: Path, request_: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(BundleError, match=message):
-        Setup(portable, tmp_path, **changes).load()
+    with pytest.raises(BuildError, match=message):
+        Setup(portable, tmp_path, **request_).device()
 
 
-def test_a_broken_or_missing_plan_file(portable: Bundle, tmp_path: Path) -> None:
-    setup = Setup(portable, tmp_path)
+def test_plan_files_of_another_library_graph_or_folder_are_refused(setup: Setup) -> None:
+    folder = setup.files["target"].path.parent
+    note = json.loads((folder / "target.json").read_text())
+    for change, message in (
+        ({"library_version": "98.0"}, "target.plan was built by tensorrt 98.0, here is tensorrt 9"),
+        ({"sources": {"target.onnx": "0" * 64}}, "is stale: it was built from another target.onnx"),
+        ({"compute_capability": "9.0"}, "is for tensorrt on 9.0, here is"),
+        ({"size": 7}, "target.json says 7"),
+    ):
+        (folder / "target.json").write_text(json.dumps({**note, **change}))
+        with pytest.raises(BuildError, match=f"{message}.*: {REBUILD}"):
+            setup.device()
+    (folder / "target.json").write_text("{}")
+    with pytest.raises(BuildError, match=r"target.json cannot be read .*run `eagle3 build"):
+        setup.device()
+
+
+def test_a_broken_plan_file(setup: Setup) -> None:
     setup.files["target"].path.write_text("nonsense")
     with pytest.raises(BundleError, match=f"cannot be loaded: not a plan file: .*; {REBUILD}"):
         setup.load()
     setup.files["target"].path.unlink()
     with pytest.raises(BundleError, match="target.plan.* cannot be read"):
-        setup.load()
-    del setup.files["target"]
-    with pytest.raises(BundleError, match="no plan file of the target among"):
         setup.load()
 
 
@@ -99,9 +120,8 @@ def test_a_broken_or_missing_plan_file(portable: Bundle, tmp_path: Path) -> None
     ],
 )
 def test_bindings_are_compared_with_the_manifest(
-    portable: Bundle, tmp_path: Path, change: Any, message: str | None
+    setup: Setup, change: Any, message: str | None
 ) -> None:
-    setup = Setup(portable, tmp_path)
     program = setup.programs["target"]
     program.inputs = [change(t) if t.name == "input_ids" else t for t in program.inputs]
     if message is None:
@@ -111,8 +131,7 @@ def test_bindings_are_compared_with_the_manifest(
         setup.load()
 
 
-def test_a_cache_of_another_size_and_an_unknown_output(portable: Bundle, tmp_path: Path) -> None:
-    setup = Setup(portable, tmp_path)
+def test_a_cache_of_another_size_and_an_unknown_output(setup: Setup) -> None:
     program = setup.programs["target"]
     inputs = program.inputs
     program.inputs = [  # type: ignore[misc]
@@ -126,26 +145,20 @@ def test_a_cache_of_another_size_and_an_unknown_output(portable: Bundle, tmp_pat
         setup.load()
 
 
-def test_a_cache_that_is_not_written_in_place(portable: Bundle, tmp_path: Path) -> None:
-    setup = Setup(portable, tmp_path)
+def test_a_cache_that_is_not_written_in_place(setup: Setup) -> None:
     setup.programs["target"].aliases = {}  # type: ignore[misc]
     with pytest.raises(BundleError, match="present_k.0 is not written in place of past_k.0; run"):
         setup.load()
 
 
-def test_a_width_that_no_profile_takes(portable: Bundle, tmp_path: Path) -> None:
-    setup = Setup(portable, tmp_path)
+def test_a_width_that_no_profile_takes(setup: Setup) -> None:
     path = setup.files["target"].path
     content = json.loads(path.read_text())
     for profile in content["profiles"]:
         for shape in profile["input_ids"]:
             shape[1] = min(shape[1], 2)
     path.write_text(json.dumps(content))
-    from eagle3.runtime.gpu.device import Device
-    from eagle3.runtime.gpu.kernels import Kernels
-    from eagle3.runtime.session import Clock
-
-    with pytest.raises(EngineError, match=r"takes input_ids \[1, 4\].*; run `eagle3 build"):
+    with pytest.raises(EngineError, match=r"takes input_ids \[1, 7\].*; run `eagle3 build"):
         Device(setup.load(), setup.driver, Kernels(setup.driver, b""), Clock())
 
 
@@ -155,7 +168,7 @@ def test_out_of_device_memory(portable: Bundle, tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_installed() -> None:
-    with pytest.raises(EngineMissing, match=r"backend tensorrt needs the package tensorrt: pip"):
+    with pytest.raises(EngineMissing, match=r"no TensorRT library for tensorrt is installed: pip"):
         TensorRT("tensorrt")
 
 
@@ -164,7 +177,7 @@ def test_the_real_library_says_why_it_loads_nothing(portable: Bundle, tmp_path: 
     module = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx")
     library = TensorRT("tensorrt-rtx")
     assert library.version == module.__version__
-    setup = Setup(portable, tmp_path, backend="tensorrt-rtx", library_version=library.version)
+    setup = Setup(portable, tmp_path)
     setup.library = library
     with pytest.raises(BundleError, match=r"cannot be loaded: .*Error Code.*; run `eagle3 build"):
         setup.load()
@@ -184,15 +197,15 @@ def test_the_real_library_says_why_it_loads_nothing(portable: Bundle, tmp_path: 
 
 def test_an_engine_that_no_graph_can_hold() -> None:
     engine = object.__new__(PlanEngine)
-    engine.name, engine._driver = "target", SimpleNamespace(stream=1)  # type: ignore[assignment]
-    engine._file = SimpleNamespace(path="p", rebuild="eagle3 build B")  # type: ignore[assignment]
+    engine.where, engine.rebuild = "engine 'target' (p)", "eagle3 build B"
+    engine._driver = SimpleNamespace(stream=1)  # type: ignore[assignment]
     context = SimpleNamespace(is_stream_capturable=lambda stream: False)
     with pytest.raises(EngineError, match="no CUDA graph can hold; run `eagle3 build B`"):
         engine.check_capturable(context)
     engine.check_capturable(SimpleNamespace())
 
 
-def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle, tmp_path: Path) -> None:
+def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle) -> None:
     for options, message in (
         ({"device": "gpu"}, "device 'gpu' is not supported, choose one of cpu, cuda"),
         ({"device": "cpu", "backend": "tensorrt"}, "'tensorrt' does not run on device cpu"),
@@ -200,19 +213,44 @@ def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle, tmp_path: P
     ):
         with pytest.raises(RequestError, match=message):
             eagle3.load(portable.root, **options)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="lowering ort, tensorrt runs portable"):
+    with pytest.raises(PlanError, match="lowering ort, on a GPU runs portable"):
         eagle3.load(bundle.root, device="cuda")
-    setup = Setup(portable, tmp_path)
-    message = r"no plan file of the target for tensorrt on a stand-in, compute capability 8.9: run"
-    with pytest.raises(BundleError, match=message):
-        load_device(portable, "tensorrt", setup.driver, setup.library)
+    driver = StandInDriver()
+    library = TensorRT("tensorrt", StandInTensorRT(driver, {}))
+    message = r"no plan file of target, .* on a GPU of compute capability 8.9: run `eagle3 build"
+    with pytest.raises(BuildError, match=message):
+        load_device(portable, "tensorrt", driver, library)
+
+
+@pytest.mark.parametrize("command", [["run", "hi"], ["verify"], ["chat"]])
+def test_a_machine_without_a_driver_says_so_in_one_line(
+    portable: Bundle, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    def none() -> Any:
+        raise DeviceError("no NVIDIA driver was found: install one, or use device='cpu'")
+
+    monkeypatch.setattr(gpu_load, "CudaDriver", none)
+    verb, *rest = command
+    arguments = [verb, str(portable.root), *rest, "--device", "cuda", "--backend", "tensorrt"]
+    done = CliRunner().invoke(main, arguments, input="")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: no NVIDIA driver was found: install one, or use device='cpu'\n"
+    done = CliRunner().invoke(main, [*arguments[:-1], "ort-cuda"], input="")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: backend 'ort-cuda' does not run on device cuda")
 
 
 def test_the_backend_is_what_the_bundle_was_built_for(portable: Bundle, tmp_path: Path) -> None:
-    copy = tiny.edited_bundle(portable, tmp_path / "bundle")
-    assert default_backend(copy) == "tensorrt"
-    (copy.root / "plans" / "tensorrt-rtx-sm89").mkdir(parents=True)
-    assert default_backend(copy) == "tensorrt-rtx"
+    planned = replace(portable.manifest.plan, backend="tensorrt")
+    edited = tiny.edited_bundle(portable, tmp_path / "planned", plan=planned)
+    assert chosen_backend(edited) == "tensorrt"
+    own = on_device(edited, tmp_path)
+    assert own.engine.device is not None and own.engine.device.widths == [1, 8], "the plan's"
+    assert own.engine.generate([5, 6, 7], max_new_tokens=9).stats.rounds > 0
+    for backend in ("tensorrt-rtx", "tensorrt"):
+        (tmp_path / backend).mkdir()
+        built = Setup(portable, tmp_path / backend, backend=backend)
+        assert chosen_backend(built.bundle) == backend
 
 
 def test_what_only_the_cpu_can_do_is_refused_by_name(device: OnDevice) -> None:
@@ -221,36 +259,48 @@ def test_what_only_the_cpu_can_do_is_refused_by_name(device: OnDevice) -> None:
 
 
 @pytest.mark.skipif(find_spec("cuda") is None, reason="needs cuda-bindings")
-def test_plan_files_are_found_beside_the_bundle(portable: Bundle, tmp_path: Path) -> None:
-    copy = tiny.edited_bundle(portable, tmp_path / "bundle")
-    setup = Setup(copy, tmp_path)
-    other = copy.root / "plans" / "tensorrt-sm90"
-    other.mkdir(parents=True)
-    with pytest.raises(BundleError, match=r"\(it has tensorrt-sm90\): run `eagle3 build"):
-        find_plan_files(copy, setup.library, setup.driver)
-    folder = other.rename(copy.root / "plans" / "tensorrt-sm89")
-    write_plan_files(copy, setup.programs, folder)
-    note = {"library": "tensorrt", "library_version": "99.1", "compute_capability": "8.9"}
-    for name in setup.programs:
-        (folder / f"{name}.json").write_text(json.dumps(note))
-    device = load_device(copy, "tensorrt", setup.driver, setup.library)
-    assert device.drafts
+def test_the_plan_files_of_a_build_are_loaded(setup: Setup) -> None:
+    device = setup.device()
+    assert device.drafters == ("eagle3", "none")
     closed: list[bool] = []
     setup.driver.close = lambda: closed.append(True)  # type: ignore[method-assign]
-    other_device = load_device(copy, "tensorrt", setup.driver, setup.library)
+    other_device = setup.device()
     assert not closed
     del other_device
     gc.collect()
     assert closed == [True], "its memory goes with it, not with the process"
-    assert eagle3.Engine(copy, 1, device).generate([5, 6], max_new_tokens=3).token_ids
-    (folder / "target.json").write_text("{}")
-    with pytest.raises(BundleError, match=r"target.json cannot be read .*: run `eagle3 build"):
-        find_plan_files(copy, setup.library, setup.driver)
+    setup.files["target"].note_path.unlink()
+    with pytest.raises(BuildError, match="no plan file of target for"):
+        setup.device()
+    assert closed == [True, True], "nor does it stay where the rest is missing"
+    assert eagle3.Engine(setup.bundle, 1, device).generate([5, 6], max_new_tokens=3).token_ids
 
 
-@pytest.mark.parametrize(("most", "widths"), [(1, (1,)), (7, (1, 2, 4, 7)), (8, (1, 2, 4, 8))])
-def test_default_widths(most: int, widths: tuple[int, ...]) -> None:
-    assert default_widths(most) == widths
+@pytest.mark.parametrize(
+    ("widths", "num_nodes", "expected"),
+    [
+        ((1, 8, 16, 33), 7, [1, 8]),
+        ((1, 8, 16, 33), 8, [1, 8]),
+        ((8, 16, 33), 9, [1, 8, 16]),
+        ((1, 3), 7, [1, 3]),
+        ((1, 8), 1, [1]),
+    ],
+)
+def test_widths_end_with_the_first_that_holds_the_tree(
+    widths: tuple[int, ...], num_nodes: int, expected: list[int]
+) -> None:
+    assert graph_widths(widths, num_nodes) == expected
+
+
+def test_the_rows_of_a_chunk_are_what_was_built(
+    portable: Bundle, tmp_path: Path, device: OnDevice
+) -> None:
+    own = on_device(portable, tmp_path, prefill_chunk=11)
+    own.target.widths.clear()
+    options: dict[str, Any] = {"max_new_tokens": 5}
+    found = own.engine.generate([*range(5, 45)], **options)
+    assert own.target.widths[:4] == [11, 11, 11, 7]
+    assert found.token_ids == device.engine.generate([*range(5, 45)], **options).token_ids
 
 
 # Logits that are no numbers

@@ -253,19 +253,20 @@ def test_feed_draft_and_count(
 ) -> None:
     rng = np.random.default_rng(0)
     case = Twice(
-        features=rng.integers(0, 1 << 30, (8, 3)).astype(np.uint32),
+        features=rng.integers(0, 1 << 30, (8, 9)).astype(np.uint32),
+        layers=np.array([2, 0]),
         input_ids=np.arange(100, 108),
         chosen=np.array([len(path), 55, *path]),
         draft_rows=np.array([waiting]),
-        draft_features=np.zeros((8, 3), np.uint32),
+        draft_features=np.zeros((8, 6), np.uint32),
         draft_next_ids=np.zeros(8, np.int64),
     )
-    sources = ("features", 3, "input_ids", "chosen", first)
+    sources = ("features", 9, "layers", 2, 3, "input_ids", "chosen", first)
     where = ("draft_rows", capacity, "draft_features", "draft_next_ids")
     case.run(compiled, "feed_draft", *sources, *where, blocks=len(path), threads=2)
     fed = min(len(path) - first, capacity - waiting)
     rows = path[first : first + fed]
-    expected = case.array(0, "features")[rows]
+    expected = case.array(0, "features")[rows][:, [6, 7, 8, 0, 1, 2]]
     np.testing.assert_array_equal(case.array(1, "draft_features")[waiting:][:fed], expected)
     ids = [*(100 + node for node in path[1:]), 55][first : first + fed]
     assert case.array(1, "draft_next_ids")[waiting : waiting + fed].tolist() == ids
