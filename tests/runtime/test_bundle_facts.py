@@ -39,7 +39,7 @@ def test_a_bundle_says_what_its_checkpoints_say(
 def test_caches_are_those_of_inspect(bundle: Bundle) -> None:
     target, draft = bundle_facts(bundle)
     needed = memory(target, draft, bundle.manifest.plan)
-    assert {"target": needed.target_kv, "draft": needed.draft_kv} == cache_bytes(bundle)
+    assert {"target": needed.target_kv, "eagle3.draft": needed.draft_kv} == cache_bytes(bundle)
 
 
 def test_a_mixture_is_refused(bundle: Bundle) -> None:
