@@ -195,8 +195,7 @@ def _cuda() -> Finding:
 
 def _gpu() -> Finding:
     if gpus := nvidia_smi():
-        advice = None if installed("onnxruntime-gpu") else "to use it: pip install 'eagle3[gpu]'"
-        return Finding("gpu", gpus, advice)
+        return Finding("gpu", gpus)
     if _DRIVER.is_file():
         return Finding("gpu", "an NVIDIA driver is loaded, but nvidia-smi shows no GPU")
     return Finding("gpu", "none (no NVIDIA driver)")

@@ -57,8 +57,9 @@ def test_both_onnxruntimes_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unused_gpu_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"onnxruntime"}, gpu="NVIDIA H200, 143771 MiB, 570.1")
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: ("a driver for CUDA 13.0, 1 GPU", True))
     found = doctor.diagnose()
-    assert "eagle3[gpu]" in advice(found, "gpu")
+    assert "eagle3[tensorrt]" in advice(found, "device cuda")
     assert any("H200" in line for line in found.lines())
 
 
