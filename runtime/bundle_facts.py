@@ -26,7 +26,10 @@ _BAKED_IN = ("max_seq_len", "dtype", "lowering", "max_draft_tokens", "draft_weig
 
 
 def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
-    """Target and draft of a bundle. Raises PlanError for a mixture of experts."""
+    """Target and first EAGLE head of a bundle.
+
+    Raises PlanError for a mixture of experts, and where other drafts are all there are.
+    """
     manifest = bundle.manifest
     info, item = manifest.target, ITEM_BYTES[manifest.plan.dtype]
     if _MIXTURES.search(info.architecture):
@@ -35,8 +38,15 @@ def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
             " token runs: name the checkpoint's folder or id instead of the bundle"
         )
     target = _target(info, _weight_bytes(bundle, "target") // item)
-    name = next(iter(manifest.drafts), None)
-    return target, None if name is None else _draft(bundle, name, target)
+    if not manifest.drafts:
+        return target, None
+    heads = [name for name, each in manifest.drafts.items() if each.method in HEAD_METHODS]
+    if not heads:
+        raise PlanError(
+            f"{bundle.root} has the drafts {', '.join(manifest.drafts)}, and only EAGLE heads can"
+            " be reckoned with: name the target's checkpoint instead of the bundle, without a draft"
+        )
+    return target, _draft(bundle, heads[0], target)
 
 
 def differences(bundle: Bundle, plan: Plan) -> list[str]:
@@ -80,11 +90,6 @@ def _target(info: TargetInfo, num_parameters: int) -> TargetFacts:
 
 def _draft(bundle: Bundle, name: str, target: TargetFacts) -> DraftFacts:
     info = bundle.manifest.drafts[name]
-    if info.method not in HEAD_METHODS:
-        raise PlanError(
-            f"draft {name} is of method {info.method}, which cannot be reckoned with, only EAGLE"
-            " heads: name the checkpoints instead of the bundle"
-        )
     per_weight = matrix_bytes(1, info.weights, bundle.manifest.plan.dtype, info.hidden_size)
     fuses = "draft_fuse" in DRAFT_ENGINES[info.method]
     lm_head = info.draft_vocab_size * info.hidden_size

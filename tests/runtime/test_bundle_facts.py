@@ -42,6 +42,16 @@ def test_caches_are_those_of_inspect(bundle: Bundle) -> None:
     assert {"target": needed.target_kv, "eagle3.draft": needed.draft_kv} == cache_bytes(bundle)
 
 
+def test_the_head_is_found_behind_other_drafts(bundle: Bundle) -> None:
+    drafts = bundle.manifest.drafts
+    small = replace(drafts["eagle3"], method="model")
+    both = Bundle(bundle.root, replace(bundle.manifest, drafts={"small": small, **drafts}))
+    assert bundle_facts(both)[1] == bundle_facts(bundle)[1]
+    alone = Bundle(bundle.root, replace(bundle.manifest, drafts={"small": small}))
+    with pytest.raises(PlanError, match="has the drafts small, and only EAGLE heads"):
+        bundle_facts(alone)
+
+
 def test_a_mixture_is_refused(bundle: Bundle) -> None:
     info = replace(bundle.manifest.target, architecture="Qwen3MoeForCausalLM")
     other = Bundle(bundle.root, replace(bundle.manifest, target=info))
