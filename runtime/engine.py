@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,13 @@ from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
 from eagle3.runtime.host_rounds import HostRounds
 from eagle3.runtime.pace import Pace, PlainCost
 from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
+from eagle3.runtime.request import (
+    Options,
+    Request,
+    checked_cancel,
+    checked_logprobs,
+    checked_stop,
+)
 from eagle3.runtime.rounds import RoundEngine
 from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
 from eagle3.runtime.sampling import TokenHistory
@@ -29,12 +35,12 @@ from eagle3.runtime.session import Clock
 from eagle3.runtime.stats import Stats, StatsRecorder
 from eagle3.runtime.target import TargetEngine
 from eagle3.runtime.text import TextStream
+from eagle3.runtime.turns import Turns
 
 if TYPE_CHECKING:
     from eagle3.runtime.gpu.device import Device
 
 DEFAULT_MAX_NEW_TOKENS = 256
-MAX_LOGPROBS = 20
 BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("tensorrt", "tensorrt-rtx")}
 """Device -> what may run the engines on it, the default first."""
 
@@ -67,46 +73,6 @@ class Chunk:
     result: Result | None = None
 
 
-class Options(TypedDict, total=False):
-    """The options of `Engine.stream`, where they are explained and have their defaults."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float] | None
-    seed: int
-    acceptance: Acceptance
-    stop: str | Sequence[str] | None
-    chat: bool
-    drafter: str | None
-    draft_top_k: int | None
-    draft_depth: int | None
-    num_draft_tokens: int | None
-    tree: TreeRequest | None
-    logprobs: int | bool | None
-    cancel: threading.Event | None
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request, validated."""
-
-    prompt_ids: list[int]
-    params: SamplingParams
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    drafter: str
-    tree: TreePlan
-    may_fall_back: bool
-    num_logprobs: int | None
-    cancel: threading.Event = field(default_factory=threading.Event)
-
-
 class Engine:
     """A loaded bundle. `load` makes one; requests of several threads take turns.
 
@@ -126,8 +92,7 @@ class Engine:
         self._history = TokenHistory(manifest.target.vocab_size)
         self.tokenizer = load_tokenizer(bundle)
         self.chat_template = _chat_template(bundle)
-        self._lock = threading.Lock()
-        self._owner: threading.Thread | None = None
+        self._turns = Turns()
         if device is None:
             self.drafter(self.default_drafter)
 
@@ -222,12 +187,12 @@ class Engine:
             prompt_ids=self.encode(prompt, chat=chat),
             params=params,
             max_new_tokens=checked_count("max_new_tokens", max_new_tokens),
-            stop=_checked_stop(stop),
+            stop=checked_stop(stop),
             drafter=name,
             tree=self._tree(name, shape),
             may_fall_back=not explicit,
-            num_logprobs=_checked_logprobs(logprobs),
-            cancel=_checked_cancel(cancel),
+            num_logprobs=checked_logprobs(logprobs),
+            cancel=checked_cancel(cancel),
         )
         TextStream(self.tokenizer, request.stop)  # refuses bad stop strings before anything runs
         return self._run(request)
@@ -311,9 +276,9 @@ class Engine:
 
         return DeviceRounds(self.device, rule, drafts=drafter != "none")
 
-    def turn(self) -> _Turn:
+    def turn(self) -> Turns:
         """A context in which this thread has the engines for itself; requests wait."""
-        return _Turn(self)
+        return self._turns
 
     def drafter(self, name: str) -> Drafter:
         """The drafter `name`, one of `drafters`; loaded when it is first asked for."""
@@ -352,35 +317,6 @@ class Engine:
             return tree
         except PlanError as error:
             raise RequestError(str(error)) from error
-
-
-class _Turn:
-    """Holds the engine for one request; waits for other threads, refuses its own.
-
-    A stream that is read by several threads belongs to the one that read it last.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> _Turn:
-        engine = self._engine
-        if engine._owner is threading.current_thread():
-            raise RequestError(
-                "a stream of this engine is still open in this thread; read it to its end or "
-                "close() it before the next request"
-            )
-        engine._lock.acquire()
-        self.resume()
-        return self
-
-    def resume(self) -> None:
-        """The current thread goes on with the request."""
-        self._engine._owner = threading.current_thread()
-
-    def __exit__(self, *_: object) -> None:
-        self._engine._owner = None
-        self._engine._lock.release()
 
 
 def load(
@@ -425,28 +361,3 @@ def _chunk(each: Round, result: Result | None) -> Chunk:
     logprobs = None if each.logprobs is None else list(each.logprobs)
     done = each.committed
     return Chunk(done.text, list(done.token_ids), done.finish_reason, logprobs, result)
-
-
-def _checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    if isinstance(stop, str):
-        return (stop,)
-    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
-        raise RequestError(f"stop is {stop!r:.80}: give a text or a list of texts")
-    return tuple(stop)
-
-
-def _checked_cancel(cancel: threading.Event | None) -> threading.Event:
-    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise RequestError(f"cancel is {cancel!r:.80}: give a threading.Event")
-    return threading.Event() if cancel is None else cancel
-
-
-def _checked_logprobs(logprobs: int | bool | None) -> int | None:
-    if logprobs is None or logprobs is False:
-        return None
-    count = 0 if logprobs is True else logprobs
-    if not isinstance(count, Integral) or not 0 <= int(count) <= MAX_LOGPROBS:
-        raise RequestError(f"logprobs is {logprobs!r}: give an integer from 0 to {MAX_LOGPROBS}")
-    return int(count)

@@ -212,7 +212,8 @@ class Halves:
         seen = (own.input_ids, tree[1], own.position_ids, own.next_token, own.num_used)
         self._kernels.launch("accept_greedy", *seen, greedy, own.chosen, own.result, threads=1)
         self.commit(width)
-        self._driver.download(self.staging.result, own.result, 8 * (RESULT_HEAD + width))
+        rows = min(width, self.engines.round_rows)
+        self._driver.download(self.staging.result, own.result, 8 * (RESULT_HEAD + rows))
 
     def _capture(self, widths: Sequence[int]) -> None:
         """Warms up and captures every graph; then clears what that left in the caches."""

@@ -163,6 +163,7 @@ class DeviceRounds:
 
     def _accepted_on_device(self, result: Int64s) -> Step:
         kept, token, depth = int(result[1]), int(result[2]), int(result[3])
+        assert kept <= self._device.round_rows, "the tree is deeper than it was compiled to be"
         self._kept(kept)
         path = result[RESULT_HEAD + 1 : RESULT_HEAD + kept].tolist()
         return Step((*path, token), num_levels=depth, num_accepted=kept - 1)
