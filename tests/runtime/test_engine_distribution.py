@@ -16,9 +16,10 @@ from scipy.stats import chisquare
 import eagle3
 from eagle3.runtime import accept, rules
 from eagle3.runtime.accept import Accepted
+from eagle3.runtime.drafters import draw as draw_module
+from eagle3.runtime.drafters import eagle as eagle_module
 from eagle3.runtime.drafters import model as model_module
-from eagle3.runtime.drafters.eagle import EagleDrafter
-from eagle3.runtime.drafters.model import ModelDrafter
+from eagle3.runtime.drafters.draw import draw
 from eagle3.runtime.sampling import draft_probs, sample_inverse_cdf
 
 PROMPT = [11, 5]  # here the head's candidates are likely: wrong arithmetic shows soonest
@@ -165,14 +166,13 @@ def test_a_q_of_another_temperature_fails(
     def hot(logits: Any, temperature: float) -> Any:
         return draft_probs(logits, 3 * temperature)
 
-    def drawn_cold(self: Any, out: Any, request: Any) -> Any:
-        token, q = draw(self, out, request)
-        cold = draft_probs(out.logits[0], request.temperature)
+    def drawn_cold(logits: Any, request: Any, *sizes: Any) -> Any:
+        _, q = draw(logits, request, *sizes)
+        cold = draft_probs(logits, request.temperature)
         return sample_inverse_cdf(cold, request.rng.random()), q
 
-    draw = ModelDrafter._draw
-    monkeypatch.setattr(model_module, "draft_probs", hot)
-    monkeypatch.setattr(ModelDrafter, "_draw", drawn_cold)
+    monkeypatch.setattr(draw_module, "draft_probs", hot)
+    monkeypatch.setattr(model_module, "draw", drawn_cold)
     assert p_value(small, model_engine, OF_A_MODEL["chain"], 2500) < 1e-6
 
 
@@ -236,8 +236,7 @@ def test_the_draft_of_the_chain_is_sampled(
     small_engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise `chain` would test what `tree` does."""
-    drawn = []
-    draw = EagleDrafter._draw
-    monkeypatch.setattr(EagleDrafter, "_draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    drawn: list[Any] = []
+    monkeypatch.setattr(eagle_module, "draw", lambda *args: drawn.append(draw(*args)) or drawn[-1])
     small_engine.generate(PROMPT, max_new_tokens=20, **CONFIGURATIONS["chain"])
     assert len({token for token, _ in drawn}) > 1
