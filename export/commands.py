@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from eagle3.plans.build_commands import build_exported
+from eagle3.plans.build_commands import build_exported, why_not_here
 from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
 from eagle3.plans.rules import TENSORRT_BACKENDS
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
@@ -19,6 +19,7 @@ from eagle3.runtime.options import given_fields, import_stage, layer_numbers, no
 if TYPE_CHECKING:
     from eagle3.export.add import AddRequest
     from eagle3.export.build import ExportRequest
+    from eagle3.runtime.bundle import Bundle
 
 _DEFAULT = click.core.ParameterSource.DEFAULT
 _PLAN = Plan()
@@ -97,17 +98,39 @@ def export(ctx: click.Context, /, **_: Any) -> None:
         _refuse_bundle_options(ctx)
     add = import_stage("eagle3.export.add", "export", ExportError)
     stage = import_stage("eagle3.export.build", "export", ExportError)
-    from eagle3.runtime.describe import export_lines, plan_file_lines
+    from eagle3.runtime.describe import export_lines
 
     if added is None:
-        bundle, check = stage.export_bundle(_export_request(ctx), report=note)
+        request = _export_request(ctx)
+        obstacle = _obstacle(request.plan)
+        bundle, check = stage.export_bundle(request, report=note)
     else:
         bundle, check = add.add_draft(_add_request(ctx), report=note)
+        obstacle = _obstacle(bundle.manifest.plan)
     click.echo("\n".join(export_lines(bundle)))
-    if bundle.manifest.plan.backend in TENSORRT_BACKENDS:
-        click.echo("\n".join(plan_file_lines(build_exported(bundle.root))))
     for warning in check.warnings:
         click.echo(f"warning: {warning}")
+    _build(bundle, obstacle)
+
+
+def _obstacle(plan: Plan) -> str | None:
+    """What keeps this machine from building a TensorRT plan's files, said at once."""
+    obstacle = why_not_here(plan) if plan.backend in TENSORRT_BACKENDS else None
+    if obstacle is not None:
+        note(f"no plan files will be built here: {obstacle}")
+    return obstacle
+
+
+def _build(bundle: Bundle, obstacle: str | None) -> None:
+    """The plan files of a bundle for TensorRT, or how they are had where they can be built."""
+    from eagle3.runtime.describe import plan_file_lines
+
+    if bundle.manifest.plan.backend not in TENSORRT_BACKENDS:
+        return
+    if obstacle is None:
+        click.echo("\n".join(plan_file_lines(build_exported(bundle.root))))
+    else:
+        click.echo(f"warning: no plan files yet: run `eagle3 build {bundle.root}` on the device")
 
 
 def _export_request(ctx: click.Context) -> ExportRequest:

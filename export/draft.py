@@ -11,13 +11,27 @@ import torch
 
 from eagle3.export.attention import Lowering
 from eagle3.export.growth_graph import growth_graph
-from eagle3.export.head_graph import DraftGraph, Eagle1Head, EagleHead, FuseGraph
+from eagle3.export.head_graph import (
+    DraftGraph,
+    Eagle1Head,
+    EagleHead,
+    FuseGraph,
+    build_eagle1_head,
+    build_head,
+)
 from eagle3.export.heads import Head
 from eagle3.export.onnx_graph import lower, trace, trace_unlowered
-from eagle3.export.target import caches
+from eagle3.export.target import Target, caches, lm_head_weight
 from eagle3.export.target_graph import KvShape
 from eagle3.plans.plan import TreePlan
 from eagle3.runtime.errors import UnsupportedModel
+
+
+def head_module(head: Head, target: Target) -> EagleHead | Eagle1Head:
+    """The module that computes a head of `target`, with its weights, in the target's dtype."""
+    if head.config.method == "eagle1":
+        return build_eagle1_head(head, lm_head_weight(target), target.model.dtype)
+    return build_head(head, target.model.dtype)
 
 
 def trace_draft_engines(

@@ -21,19 +21,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from eagle3.export.attention import LOWERINGS
 from eagle3.export.check import Checked, check_head
 from eagle3.export.check_growth import grown_tree_agreement
-from eagle3.export.draft import trace_draft_engines
+from eagle3.export.draft import head_module, trace_draft_engines
 from eagle3.export.draft_model import load_model_draft
 from eagle3.export.head_graph import (
     Eagle1Head,
     EagleHead,
-    build_eagle1_head,
-    build_head,
     embedding_table,
 )
 from eagle3.export.heads import Head, TargetFacts, parse_assumptions, read_head
 from eagle3.export.heads.files import head_folder, read_config
 from eagle3.export.readings import Reading, Text, compare_readings
-from eagle3.export.target import DTYPES, Target, lm_head_weight
+from eagle3.export.target import Target
 from eagle3.export.weights import StoredGraph, embedding_name, lm_head_name
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import Bundle
@@ -191,10 +189,7 @@ def load_draft(
         embedding=embedding,
     )
     head = read_head(source, facts, aux_layer_ids, parse_assumptions(assume))
-    table, dtype = embedding_table(head, embedding), DTYPES[plan.dtype]
-    if head.config.method == "eagle1":
-        return HeadDraft(head, build_eagle1_head(head, lm_head_weight(target), dtype), table)
-    return HeadDraft(head, build_head(head, dtype), table)
+    return HeadDraft(head, head_module(head, target), embedding_table(head, embedding))
 
 
 def is_causal_lm(source: str) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,15 +21,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eagle3.export.head_graph import (
-    Eagle1Head,
-    EagleHead,
-    build_eagle1_head,
-    build_head,
-    embedding_table,
-)
-from eagle3.export.heads import Head
-from eagle3.export.target import Target, lm_head_weight
+from eagle3.export.draft import head_module
+from eagle3.export.head_graph import Eagle1Head, EagleHead, embedding_table
+from eagle3.export.heads import Head, reread
+from eagle3.export.target import Target
+from eagle3.runtime.errors import CheckpointError
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
 
 # How many standard errors the mean of the differences must lie above zero.
@@ -67,10 +63,10 @@ def compare_readings(head: Head, target: Target, texts: Sequence[Text]) -> tuple
     if not usable:
         return ()
     passages = [_Passage(target, text) for text in usable]
-    own = _score(head, _module(head, target), passages)
+    own = _score(head, head_module(head, target), passages)
     readings = [own.reading("as resolved")]
-    for name, other in neighbours(head, target):
-        score = _score(other, _module(other, target), passages)
+    for name, other in neighbours(head):
+        score = _score(other, head_module(other, target), passages)
         readings.append(score.reading(name, better=_clearly_better(score, own)))
     return tuple(readings)
 
@@ -86,38 +82,21 @@ class _Score:
         return Reading(name, float(self.hits.mean()), float(self.probabilities.mean()), better)
 
 
-def neighbours(head: Head, target: Target) -> Iterator[tuple[str, Head]]:
-    """Other readings of the same tensors that would load without an error, one change each."""
-    config = head.config
+def neighbours(head: Head) -> Iterator[tuple[str, Head]]:
+    """Other readings of the same checkpoint that would load without an error, one change each."""
+    changes: dict[str, dict[str, Any]] = {}
     for shift in (-1, 1):
-        layers = tuple(i + shift for i in config.aux_layer_ids)
-        if all(0 <= i <= target.kv.num_layers for i in layers):
-            shifted = replace(config, aux_layer_ids=layers)
-            yield f"aux layers {','.join(map(str, layers))}", replace(head, config=shifted)
-    if config.method == "eagle3":
-        flipped = not config.norm_before_residual
-        other = replace(config, norm_before_residual=flipped)
-        yield f"norm_before_residual={str(flipped).lower()}", replace(head, config=other)
-    absolute = _absolute_ids(head)
-    if absolute is not None:
-        yield "d2t as absolute ids", replace(head, target_ids=absolute)
-
-
-def _module(head: Head, target: Target) -> EagleHead | Eagle1Head:
-    if head.config.method == "eagle1":
-        return build_eagle1_head(head, lm_head_weight(target), target.model.dtype)
-    return build_head(head, target.model.dtype)
-
-
-def _absolute_ids(head: Head) -> NDArray[np.int64] | None:
-    """d2t read as ids instead of offsets, where it can be and no t2d says which it is."""
-    stored = head.weights.get("d2t")
-    if stored is None or "t2d" in head.weights:
-        return None
-    ids = stored.numpy().astype(np.int64)
-    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= head.config.vocab_size:
-        return None
-    return None if np.array_equal(ids, head.target_ids) else ids
+        layers = [i + shift for i in head.config.aux_layer_ids]
+        changes[f"aux layers {','.join(map(str, layers))}"] = {"aux_layer_ids": layers}
+    norm = str(not head.config.norm_before_residual).lower()
+    d2t = "offsets" if head.assume.get("d2t") == "absolute" else "absolute"
+    for key, value in (("norm_before_residual", norm), ("d2t", d2t)):
+        changes[f"{key}={value}"] = {"assume": {key: value}}
+    for name, change in changes.items():
+        try:
+            yield name, reread(head, **change)
+        except CheckpointError:  # it would not load
+            continue
 
 
 class _Passage:

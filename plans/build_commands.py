@@ -13,6 +13,7 @@ from eagle3.runtime.errors import BuildError, EngineMissing
 from eagle3.runtime.options import given_fields, json_option, note, parsed, print_result
 
 if TYPE_CHECKING:
+    from eagle3.plans.plan import Plan
     from eagle3.plans.tensorrt_files import PlanFile
     from eagle3.plans.tensorrt_request import BuildRequest
 
@@ -74,6 +75,20 @@ def _preset_request(bundle: str, preset: str | None) -> BuildRequest:
     if preset is None:
         return BuildRequest()
     return request_for_bundle(load_preset(preset).plan, Bundle.open(bundle).manifest.plan)
+
+
+def why_not_here(plan: Plan) -> str | None:
+    """Why this machine cannot build what a plan asks for: no library, or a GPU that is elsewhere.
+
+    To be asked before an export, which takes minutes. None where it can.
+    """
+    from eagle3.plans.tensorrt_library import find_library, target_capability
+
+    try:
+        target_capability(find_library(plan.backend), plan.compute_capability)
+    except (BuildError, EngineMissing) as error:
+        return str(error)
+    return None
 
 
 def build_exported(root: Path) -> list[PlanFile]:

@@ -1,97 +1,41 @@
 """A small causal LM as a draft: its engine over a cache of its own, a target's graph with top-k.
 
-It reads tokens alone: no features, nothing fed back. What its cache holds is a prefix of tokens,
-and behind it the rows of a tree.
+It reads tokens alone: no features, nothing fed back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.manifest import DraftInfo, Manifest, TensorSpec, engine_name
-from eagle3.runtime.session import (
-    Bound,
-    Buffer,
-    Clock,
-    KvCache,
-    Values,
-    cache_specs,
-    load_session,
-)
-
-Int64s = NDArray[np.int64]
-Float32s = NDArray[np.float32]
+from eagle3.runtime.candidates import CandidateEngine, Candidates, Int64s, bound_candidates
+from eagle3.runtime.manifest import TensorSpec, engine_name
+from eagle3.runtime.session import Buffer, Clock, load_session
 
 
-@dataclass(frozen=True)
-class ModelOutput:
-    """What may follow the rows asked for; arrays are views that the next call overwrites.
-
-    top_ids int64 [M,K] and top_log_probs float32 [M,K], best first; logits float32 [M,Vd] when
-    asked for.
-    """
-
-    top_ids: Int64s
-    top_log_probs: Float32s
-    logits: Float32s | None
-
-
-class ModelEngine:
-    """Batch 1. Slots 0 .. `num_rows` - 1 of the cache hold a text; tree rows stand behind it and
-    are overwritten by the next extension.
-
-    Letters: N rows of a call (at most `max_rows`), M rows with candidates, K candidates a row, W
-    rows of the tree so far, Vd draft vocabulary.
+class ModelEngine(CandidateEngine):
+    """The LM `name` of a bundle. Positions of all rows of the tree so far are an input: a sliding
+    window reads them.
     """
 
     def __init__(self, bundle: Bundle, name: str, threads: int, clock: Clock) -> None:
-        manifest = bundle.manifest
-        plan, info = manifest.plan, manifest.drafts[name]
+        manifest, info = bundle.manifest, bundle.manifest.drafts[name]
         # First, so that a manifest which does not fit the graph sizes no buffer.
-        bound = _bound_model(manifest, info)
-        self._session = load_session(bundle, engine_name(name, "draft"), bound, threads, clock)
-        self.draft_vocab_size = info.draft_vocab_size
-        self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
-        self.capacity = plan.draft_capacity
-        self._cache = KvCache(
-            info.num_layers,
-            info.num_kv_heads,
-            plan.draft_capacity,
-            info.head_dim,
-            np.dtype(plan.dtype),
+        bound = bound_candidates(
+            manifest, info, [TensorSpec("window_positions", "int64", ("B", "W"))]
         )
-        self.num_rows = self._num_used = 0
-        rows, top = self.max_rows, plan.max_draft_tokens
-        window = max(rows, plan.max_draft_rows)
-        self._ids, self._positions = Buffer(rows, np.int64), Buffer(rows, np.int64)
-        self._window, self._mask = Buffer(window, np.int64), Buffer(rows * window, np.bool_)
-        self._past, self._top_k = Buffer(1, np.int64), Buffer(1, np.int64)
-        self._logit_rows = Buffer(top, np.int64)
-        self._ids_out, self._log_probs = Buffer(top * top, np.int64), Buffer(top * top, np.float32)
-        self._logits = Buffer(top * self.draft_vocab_size, np.float32)
-        self._causal = np.tril(np.ones((rows, rows), np.bool_))
-        self._bound_past, self._bound_present = self._cache.bindings()
+        session = load_session(bundle, engine_name(name, "draft"), bound, threads, clock)
+        super().__init__(session, manifest, info)
+        self._window = Buffer(self._max_window, np.int64)
 
-    def reset(self) -> None:
-        """Forgets all rows, and NaN that broken weights may have left in them."""
-        self._cache.clear(stop=self._num_used)
-        self.num_rows = self._num_used = 0
-
-    def extend(self, ids: Int64s, top_k: int, want_logits: bool = False) -> ModelOutput:
+    def extend(self, ids: Int64s, top_k: int, want_logits: bool = False) -> Candidates:
         """Runs the next tokens [N] of the text and keeps their rows; candidates of the last one."""
-        count, first = len(ids), self.num_rows
-        self._ids.view(1, count)[0] = ids
-        self._positions.view(1, count)[0] = np.arange(first, first + count)
-        self._window.view(1, count)[0] = np.arange(first, first + count)
-        self._mask.view(1, count, count)[0] = self._causal[:count, :count]
-        self._logit_rows.view(1, 1)[0] = count - 1
-        self.num_rows += count
-        return self._run(count, count, 1, first, top_k, want_logits)
+        count = len(ids)
+        self._window.view(1, count)[0] = np.arange(self.num_rows, self.num_rows + count)
+        return self._run_text(ids, top_k, want_logits)
 
     def step(
         self,
@@ -100,79 +44,12 @@ class ModelEngine:
         row_mask: NDArray[np.bool_],
         top_k: int,
         want_logits: bool = False,
-    ) -> ModelOutput:
-        """Runs tree rows behind the text, whose last token is the root.
-
-        ids [N]: nodes at `depth` (1 = children of the root); row_mask [N,W] bool: which of the
-        tree rows so far, these included, each one sees.
-        """
+    ) -> Candidates:
+        """Runs tree rows behind the text, whose last token is the root; see `_run_tree`."""
         count, window = row_mask.shape
-        position = self.num_rows - 1 + depth
-        self._ids.view(1, count)[0] = ids
-        self._positions.view(1, count)[0] = position
-        self._window.view(1, window)[0, window - count :] = position  # those before are there
-        self._mask.view(1, count, window)[0] = row_mask
-        self._logit_rows.view(1, count)[0] = np.arange(count)
-        past = self.num_rows + window - count
-        return self._run(count, window, count, past, top_k, want_logits)
+        # Those of the levels before are there.
+        self._window.view(1, window)[0, window - count :] = self.num_rows - 1 + depth
+        return self._run_tree(ids, depth, row_mask, top_k, want_logits)
 
-    def _run(
-        self, count: int, window: int, picked: int, past: int, top_k: int, want_logits: bool
-    ) -> ModelOutput:
-        self._num_used = max(self._num_used, past + count)
-        self._past.view(1)[0] = past
-        self._top_k.view(1)[0] = top_k
-        shape = (count, window, picked, top_k, want_logits)
-        self._session.run(shape, lambda: self._values(*shape))
-        logits = self._logits.view(1, picked, self.draft_vocab_size)[0] if want_logits else None
-        return ModelOutput(
-            top_ids=self._ids_out.view(1, picked, top_k)[0],
-            top_log_probs=self._log_probs.view(1, picked, top_k)[0],
-            logits=logits,
-        )
-
-    def _values(
-        self, count: int, window: int, picked: int, top_k: int, want_logits: bool
-    ) -> Values:
-        inputs = {
-            "input_ids": self._ids.value(1, count),
-            "position_ids": self._positions.value(1, count),
-            "window_positions": self._window.value(1, window),
-            "tree_mask": self._mask.value(1, count, window),
-            "past_len": self._past.value(1),
-            "logit_rows": self._logit_rows.value(1, picked),
-            "top_k": self._top_k.value(1),
-            **self._bound_past,
-        }
-        outputs = {
-            "top_ids": self._ids_out.value(1, picked, top_k),
-            "top_log_probs": self._log_probs.value(1, picked, top_k),
-            **self._bound_present,
-        }
-        if want_logits:
-            outputs["logits"] = self._logits.value(1, picked, self.draft_vocab_size)
-        return inputs, outputs
-
-
-def _bound_model(manifest: Manifest, info: DraftInfo) -> Bound:
-    """What `_values` binds."""
-    plan = manifest.plan
-    cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
-    inputs = (
-        TensorSpec("input_ids", "int64", ("B", "N")),
-        TensorSpec("position_ids", "int64", ("B", "N")),
-        TensorSpec("window_positions", "int64", ("B", "W")),
-        TensorSpec("tree_mask", "bool", ("B", "N", "W")),
-        TensorSpec("past_len", "int64", ("B",)),
-        TensorSpec("logit_rows", "int64", ("B", "M")),
-        TensorSpec("top_k", "int64", (1,)),
-    )
-    outputs = (
-        TensorSpec("top_ids", "int64", ("B", "M", "K")),
-        TensorSpec("top_log_probs", "float32", ("B", "M", "K")),
-        TensorSpec("logits", "float32", ("B", "M", info.draft_vocab_size)),
-    )
-    return Bound(
-        chain(inputs, cache_specs("past", info.num_layers, cache, plan.dtype)),
-        chain(outputs, cache_specs("present", info.num_layers, cache, plan.dtype)),
-    )
+    def _own_values(self, count: int, window: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"window_positions": self._window.value(1, window)}, {}

@@ -10,7 +10,7 @@ from eagle3.runtime.drafters.base import DraftRequest, Int64s
 from eagle3.runtime.tree import Tree
 
 MAX_NGRAM = 8
-"""The longest match that is looked for, root included; beyond six it changes nothing measurable."""
+"""The longest match that is looked for, root included."""
 
 
 class LookupDrafter:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.runtime.draft_model import ModelEngine, ModelOutput
+from eagle3.runtime.candidates import Candidates
+from eagle3.runtime.draft_model import ModelEngine
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
 from eagle3.runtime.drafters.draw import draw
 from eagle3.runtime.sampling import Float32s
@@ -67,7 +68,7 @@ class ModelDrafter:
         differ = np.flatnonzero(self._rows[:count] != self._text[:count])
         return int(differ[0]) if differ.size else count
 
-    def _catch_up(self, count: int, top_k: int, want_logits: bool) -> ModelOutput:
+    def _catch_up(self, count: int, top_k: int, want_logits: bool) -> Candidates:
         """Brings the cache to the text's first `count` tokens; candidates of the last one."""
         engine = self._engine
         engine.num_rows = min(self._num_agreeing(count), count - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +135,26 @@ def test_an_export_of_shifted_layers_says_so_with_both_numbers(
         assert f"{recorded[name]:.1%}" in said[0]
 
 
-def test_d2t_is_tried_as_ids_where_it_can_be_ids(calm: Any, target: Target, tmp_path: Path) -> None:
+def test_d2t_is_tried_the_other_way_where_it_can_be(calm: Any, tmp_path: Path) -> None:
     """Not where t2d decides, and not where the values are no ids."""
-    name = "d2t as absolute ids"
-    head = read(tiny.save_head(tmp_path / "a", calm, draft_vocab_size=8), None)
-    assert name not in dict(neighbours(head, target))
+    folder = tiny.save_head(tmp_path / "a", calm, draft_vocab_size=8)
+    assert not any("d2t" in name for name, _ in neighbours(read(folder, None)))
+    weights = load_file(folder / "model.safetensors")
+    del weights["t2d"]
     ids = torch.arange(1, 9)
-    undecided = {k: v for k, v in head.weights.items() if k != "t2d"}
-    other = dict(neighbours(replace(head, weights={**undecided, "d2t": ids}), target))[name]
-    assert other.target_ids.tolist() == ids.tolist()
-    repeated = replace(head, weights={**undecided, "d2t": ids // 2})
-    assert name not in dict(neighbours(repeated, target))
+    save_file({**weights, "d2t": ids}, folder / "model.safetensors")
+    for said, other, expected in (
+        ("offsets", "absolute", ids),
+        ("absolute", "offsets", ids + torch.arange(8)),
+    ):
+        head = read_head(folder, FACTS, None, {"d2t": said})
+        assert dict(neighbours(head))[f"d2t={other}"].target_ids.tolist() == expected.tolist()
+    save_file({**weights, "d2t": ids // 2}, folder / "model.safetensors")
+    assert not any("d2t" in name for name, _ in neighbours(read(folder, None)))
 
 
-def test_layers_out_of_range_are_no_neighbours(target: Target, fitted_folder: Path) -> None:
-    names = [name for name, _ in neighbours(read(fitted_folder, (0, 4, 8)), target)]
+def test_layers_out_of_range_are_no_neighbours(fitted_folder: Path) -> None:
+    names = [name for name, _ in neighbours(read(fitted_folder, (0, 4, 8)))]
     assert not any(name.startswith("aux layers") for name in names)
 
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 from eagle3 import cli
 from eagle3.export import build, commands
 from eagle3.export.build import ExportRequest, export_bundle
+from eagle3.plans.build_commands import why_not_here
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.preset import load_preset
 from eagle3.runtime import describe
@@ -41,6 +42,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
     monkeypatch.setattr(describe, "export_lines", lambda _: [])
     monkeypatch.setattr(commands, "build_exported", lambda root: [f"built {root}"])
     monkeypatch.setattr(describe, "plan_file_lines", lambda files: files)
+    monkeypatch.setattr(commands, "why_not_here", lambda plan: None)
     return requests
 
 
@@ -51,6 +53,31 @@ def test_export_takes_a_preset(exported: list[ExportRequest]) -> None:
     result = call(*EXPORT, "--plan", "jetson-thor")
     assert result.exit_code == 0 and "built out" in result.stdout
     assert exported[0].plan == load_preset("jetson-thor").plan
+
+
+def test_plan_files_that_cannot_be_built_here_are_said_before_the_export(
+    exported: list[ExportRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exporting on a workstation and building on the device is the ordinary way."""
+    said: list[int] = []
+
+    def no_library(plan: Plan) -> str:
+        said.append(len(exported))
+        return f"no library for {plan.backend}"
+
+    monkeypatch.setattr(commands, "why_not_here", no_library)
+    result = call(*EXPORT, "--plan", "jetson-thor")
+    assert result.exit_code == 0 and said == [0]
+    assert "no plan files will be built here: no library for tensorrt" in result.stderr
+    assert "no plan files yet: run `eagle3 build out`" in result.stdout
+    assert "built out" not in result.stdout
+
+
+def test_a_machine_without_what_a_plan_needs_says_why() -> None:
+    """The full library is nowhere here, and a GPU that TensorRT-RTX does not know is."""
+    assert "tensorrt" in str(why_not_here(load_preset("h200").plan))
+    unknown = Plan(backend="tensorrt-rtx", lowering="portable", compute_capability="5.0")
+    assert why_not_here(unknown) is not None
 
 
 def test_options_override_a_preset_even_with_their_defaults(

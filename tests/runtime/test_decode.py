@@ -172,7 +172,7 @@ def test_bindings_are_bounded_by_the_plan(fresh: eagle3.Engine) -> None:
             fresh.generate(
                 PROMPT[: 5 + seed], max_new_tokens=60, temperature=1.0, seed=seed, **sizes
             )
-    sessions = (fresh.target._session, fresh._drafters["eagle3"]._engine._draft)  # type: ignore[attr-defined]
+    sessions = (fresh.target._session, fresh._drafters["eagle3"]._engine._session)  # type: ignore[attr-defined]
     assert max(len(each._bindings) for each in sessions) < 80
 
 

@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 import eagle3
-from eagle3.runtime import draft, session, target
+from eagle3.runtime import candidates, draft, session, target
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.drafters import DRAFTERS
 from eagle3.runtime.errors import BundleError, EngineError
@@ -35,8 +35,9 @@ def no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("something was allocated")
 
-    for module in (target, draft):
+    for module in (target, candidates):
         monkeypatch.setattr(module, "KvCache", refuse)
+    for module in (target, candidates, draft):
         monkeypatch.setattr(module, "Buffer", refuse)
 
 
@@ -139,7 +140,7 @@ def test_a_draft_that_is_not_the_manifests(
     asked: str,
     found: str,
 ) -> None:
-    monkeypatch.setattr(draft, "KvCache", lambda *_: pytest.fail("a cache was allocated"))
+    monkeypatch.setattr(candidates, "KvCache", lambda *_: pytest.fail("a cache was allocated"))
     message = refusal(edit(copy, put(field, value)))
     assert f"engine '{engine}'" in message and asked in message and found in message
 
