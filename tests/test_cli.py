@@ -16,13 +16,11 @@ from typing import Any
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from command_line import call, failed
 
 import eagle3
 from eagle3 import cli
-from eagle3.export import add, build
-from eagle3.export.drafts import DraftSource
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
 from eagle3.runtime import bundle as bundle_module
 from eagle3.runtime import console, doctor, rules, session
@@ -31,7 +29,7 @@ from eagle3.runtime import verify as checks
 from eagle3.runtime.accept import Accepted
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.conversation import Conversation, converse
-from eagle3.runtime.drafters import DRAFTERS, DraftRequest
+from eagle3.runtime.drafters import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import EngineError, EngineMissing, RequestError
 from eagle3.runtime.stats import Stats
@@ -43,18 +41,6 @@ def loaded(engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> eagle3.Eng
     """Commands get the session's engine instead of loading the bundle again."""
     monkeypatch.setattr(engine_module, "load", lambda *_, **__: engine)
     return engine
-
-
-def call(*words: str | Path, stdin: str | bytes | None = None) -> Result:
-    return CliRunner().invoke(cli.main, [str(word) for word in words], input=stdin)
-
-
-def failed(result: Result, code: int, *parts: str) -> None:
-    """One line on stderr, no traceback, nothing else printed."""
-    assert result.exit_code == code, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.stderr
-    assert all(part in result.stderr for part in parts), result.stderr
 
 
 # The program itself
@@ -291,32 +277,6 @@ def test_a_tree_by_name_or_from_a_file(
     failed(call(*words, "--tree", "medusa"), 1, "tree 'medusa' is neither a file nor one of")
     file.write_text("[[1]]")
     failed(call(*words, "--tree", file), 1, "tree.json: path [1] of the static tree")
-
-
-def test_export_keeps_a_static_tree(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
-    words = ("export", "--target", "t", "--draft", "h", "-o", "out", "--tree")
-    file = tmp_path / "my tree.json"
-    file.write_text("[[0], [1], [0, 0]]")
-    for more in (["eagle1"], ["eagle1", "--draft-depth", "3"], [file], ["dynamic"]):
-        assert call(*words, *more).exit_code == 0
-    small = TreePaths(((0,), (1,), (0, 0)))
-    assert [each.plan.tree for each in requests] == [
-        TreePlan(4, 5, 25, STATIC_TREES["eagle1"]),
-        TreePlan(4, 3, 25, STATIC_TREES["eagle1"]),
-        TreePlan(2, 2, 3, small),
-        Plan().tree,
-    ]
-    assert requests[2].command.endswith("--tree 'my tree.json'")
-    failed(call(*words, "medusa"), 1, "tree 'medusa' is neither a file nor one of")
 
 
 def test_no_draft_is_plain_decoding(loaded: eagle3.Engine) -> None:
@@ -591,161 +551,6 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("doctor")
     assert result.exit_code == 1
     assert "eagle3[cpu]" in result.stdout
-
-
-# export
-
-
-def test_export_options_become_a_request(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        report("working")
-        return bundle, type("Check", (), {"warnings": ["it is near zero"]})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
-    target = tmp_path / "models" / "my target"
-    given = [
-        *("export", "--target", target, "--draft", "org/head", "-o", tmp_path / "out"),
-        *("--lowering", "portable", "--dtype", "bfloat16", "--draft-weights", "int8"),
-        *("--max-seq-len", "512", "--prefill-chunk", "32", "--max-draft-tokens", "16"),
-        *("--draft-top-k", "4", "--draft-depth", "3", "--num-draft-tokens", "8"),
-        *("--aux-layers", "2,15,27", "--trust-remote-code", "--force"),
-    ]
-    result = call(*given)
-    assert result.exit_code == 0, result.output
-    assert result.stderr == "working\n"
-    assert str(bundle.root) in result.stdout and "warning: it is near zero" in result.stdout
-    assert "first draft token accepted" in result.stdout
-    request = requests[0]
-    assert request.target == str(target) and request.drafts == (DraftSource("org/head"),)
-    assert request.plan == Plan(
-        512, 32, 16, TreePlan(4, 3, 8), "bfloat16", "int8", "portable", "ort-cuda"
-    )
-    assert request.aux_layer_ids == (2, 15, 27)
-    assert request.trust_remote_code and request.force
-    # What is recorded can be typed again, and names no folder of this machine.
-    assert str(tmp_path) not in request.command
-    call(*shlex.split(request.command)[1:])
-    assert requests[1].plan == request.plan
-    assert requests[1].target == "my target" and requests[1].output == Path("out")
-    assert requests[1].command == request.command
-
-
-def test_export_defaults_are_the_plans(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
-    assert call("export", "--target", "org/t", "--draft", "none", "-o", "out").exit_code == 0
-    assert requests[0].plan == Plan() and requests[0].drafts == ()
-    assert requests[0].command == "eagle3 export --target org/t --draft none --output out"
-
-
-def test_several_drafts_keep_their_order_and_names(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
-    drafts = ("--draft", tmp_path / "head", "--draft", f"mine={tmp_path / 'lm.gguf'}")
-    result = call("export", "--target", "org/t", *drafts, "-o", "out")
-    assert result.exit_code == 0, result.output
-    assert requests[0].drafts == (
-        DraftSource(str(tmp_path / "head")),
-        DraftSource(str(tmp_path / "lm.gguf"), "mine"),
-    )
-    assert requests[0].command.endswith("--draft head --draft mine=lm.gguf --output out")
-
-
-def test_a_draft_is_added(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    requests: list[add.AddRequest] = []
-
-    def fake(request: add.AddRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(add, "add_draft", fake)
-    words = ("export", "--target", "org/t", "--add-draft", f"mine={tmp_path / 'lm'}", "-o", "out")
-    result = call(*words, "--draft-weights", "int8", "--draft-top-k", "2")
-    assert result.exit_code == 0, result.output
-    assert str(bundle.root) in result.stdout
-    command = "eagle3 export --target org/t --add-draft mine=lm --output out"
-    assert requests == [
-        add.AddRequest(
-            target="org/t",
-            draft=DraftSource(str(tmp_path / "lm"), "mine"),
-            output=Path("out"),
-            tree=TreePlan(2, 3, 3),
-            draft_weights="int8",
-            command=f"{command} --draft-weights int8 --draft-top-k 2",
-        )
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "give --draft"),
-        (["--draft", "a", "--add-draft", "b"], "give --draft"),
-        (["--draft", "a", "--draft", "none"], "--draft none stands alone"),
-        (["--add-draft", "a", "--dtype", "float16"], "--dtype is the bundle's own"),
-        (["--add-draft", "a", "--max-seq-len", "2048"], "--max-seq-len is the bundle's own"),
-    ],
-)
-def test_drafts_that_are_wrong_usage(words: list[str], says: str) -> None:
-    failed(call("export", "--target", "x", "-o", "y", *words), 2, says)
-
-
-def test_a_name_that_no_draft_can_have() -> None:
-    words = ("export", "--target", "x", "-o", "y", "--draft", "none=a")
-    failed(call(*words), 1, "error: a drafter cannot be called 'none'")
-
-
-def test_help_names_the_drafters() -> None:
-    text = " ".join(call("run", "--help").stdout.split())
-    assert all(name in text for name in DRAFTERS)
-
-
-def test_export_without_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    result = call("export", "--target", "x", "--draft", "none", "-o", "y")
-    failed(result, 1, "error: export needs torch", "pip install 'eagle3[export]'")
-
-
-def test_a_tree_that_does_not_fit_the_plan() -> None:
-    words = ("export", "--target", "x", "--draft", "none", "-o", "y")
-    failed(call(*words, "--num-draft-tokens", "99"), 1, "max_draft_tokens is 64")
-
-
-def test_export_for_real(llama_folder: Path, tmp_path: Path) -> None:
-    words = ("export", "--target", llama_folder, "--draft", "none", "-o", tmp_path / "out")
-    sizes = ("--max-seq-len", "64", "--prefill-chunk", "16", "--max-draft-tokens", "8")
-    result = call(*words, *sizes)
-    assert result.exit_code == 0, result.output
-    assert "loading target" in result.stderr
-    command = Bundle.open(tmp_path / "out").manifest.command
-    assert command.startswith(f"eagle3 export --target {llama_folder.name} --draft none")
-    again = call(*words, *sizes)
-    failed(again, 1, "error: ", "exists", "--force")
-    # Without a draft there are no features: lookup needs none.
-    prompt = (tmp_path / "out", "t3 t4 t5 t3 t4", "--max-new-tokens", "30", "--threads", "1")
-    compared = call("run", *prompt, "--drafter", "lookup", "--compare", "--json")
-    assert compared.exit_code == 0, compared.output
-    data = json.loads(compared.stdout)
-    assert data["compare"]["token_equal"] and data["stats"]["drafter"] == "lookup"
-    assert data["stats"]["proposed_by_position"]
 
 
 def test_commands_are_those_that_were_promised() -> None:

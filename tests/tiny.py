@@ -294,3 +294,8 @@ def jitter_vectors(model: Any, seed: int = 7) -> None:
         if parameter.dim() == 1:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data.add_(0.2 * noise)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder: relative path -> content."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
