@@ -27,6 +27,7 @@ from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.growth import ENGINE as GROWTH
 from eagle3.runtime.manifest import (
+    HEAD_METHODS,
     DraftInfo,
     EngineInfo,
     Manifest,
@@ -171,6 +172,7 @@ def write_draft(
     plan: Plan,
     report: Report,
 ) -> dict[str, EngineInfo]:
+    """The engines of a draft, written and described by their names in the bundle."""
     report(f"tracing the draft {name}")
     engines = {}
     written: dict[str, ir.ExternalTensor] = {}
@@ -188,6 +190,8 @@ def write_draft(
         engine = engine_name(name, role)
         written |= shared | save(graph, folder / f"{engine}.onnx", shared)
         engines[engine] = _describe(graph, f"{engine}.onnx")
+    if draft.method in HEAD_METHODS and engine_name(name, GROWTH) not in engines:
+        report(f"no graph grows the tree of {name}, static or too large: it takes a call a level")
     draft.write_files(folder, name)
     return engines
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eagle3
+from eagle3.export.build import write_draft
 from eagle3.export.check import INT8_TOLERANCE, SelfCheck, _tokens, check_bundle
 from eagle3.export.drafts import HeadDraft
 from eagle3.export.head_graph import build_head
@@ -105,6 +107,20 @@ def test_a_bundle_moves(bundle: Bundle, engine: eagle3.Engine, tmp_path: Path) -
     first, second = (e.generate([5, 6, 7], **options) for e in (engine, other))
     assert first.token_ids == second.token_ids
     assert first.stats.accepted_by_position == second.stats.accepted_by_position
+
+
+def test_a_tree_that_no_graph_grows_is_said(tmp_path: Path) -> None:
+    """A GPU would not draft with such a head; an LM never has that graph."""
+    said: dict[str, list[str]] = {}
+    for method in ("eagle3", "model"):
+        draft: Any = SimpleNamespace(
+            method=method, engines=lambda *_: {}, write_files=lambda *_: None
+        )
+        none: Any = None
+        report = said.setdefault(method, []).append
+        write_draft(tmp_path, "mine", draft, none, none, tiny.tiny_plan(), report)
+    assert [line for line in said["eagle3"] if "no graph grows the tree of mine" in line]
+    assert not [line for line in said["model"] if "no graph" in line]
 
 
 # The self-check itself
