@@ -68,18 +68,24 @@ def key_window(
     _, num_rows, window = tree_mask.shape
     slots = torch.arange(num_slots, device=tree_mask.device)[None, :]  # [1,C]
     offset = slots - (past_len[:, None] + (num_rows - window))  # [B,C], < 0 in the prefix
-    inside = offset.clamp(min=0).clamp(max=window - 1)
-    by_mask = tree_mask.gather(2, inside[:, None, :].expand(-1, num_rows, -1))
-    in_prefix, in_window = (offset < 0)[:, None, :], (offset < window)[:, None, :]
+    stands = _numbers(tree_mask[:, 0])[:, :, None] == offset[:, None, :]  # [B,W,C]: w in slot c
+    by_mask = torch.matmul(tree_mask.float(), stands.float()) > 0.5
+    in_prefix = offset < 0
     positions = slots
     if window_positions is not None:
-        in_tree = window_positions.gather(1, inside)
-        positions = torch.where(offset < 0, slots, in_tree)
+        in_tree = (stands * window_positions[:, :, None]).sum(1)
+        positions = torch.where(in_prefix, slots, in_tree)
     return KeyWindow(
-        visible=(in_prefix | (by_mask & in_window))[:, None],
+        visible=(in_prefix[:, None] | by_mask)[:, None],
         key_positions=positions[:, None, None, :],
         query_positions=position_ids[:, None, :, None],
     )
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """0, 1, 2, ... along the last dimension of x [B,W], int64; counted where x is and not read off
+    its shape, which a GPU would have to ask the host for."""
+    return (x.long() * 0 + 1).cumsum(-1) - 1
 
 
 @dataclass

@@ -73,8 +73,7 @@ class _Call:
     """The call's inputs, padding made harmless; what [B,1] is has a row a sequence.
 
     ids, positions [B,N]; hidden [B,N,d], fused; past_len [B]; used [B,1]: slots in use after the
-    extension, which is the root's position; last [B,1]: the last row in use; root [B,1]. B and N
-    themselves: num_sequences and num_rows, [1].
+    extension, which is the root's position; last [B,1]: the last row in use; root [B,1].
     """
 
     ids: ir.Value
@@ -84,8 +83,6 @@ class _Call:
     used: ir.Value
     last: ir.Value
     root: ir.Value
-    num_sequences: ir.Value
-    num_rows: ir.Value
     past: tuple[ir.Value, ir.Value]
 
 
@@ -98,8 +95,8 @@ def _call(add: GraphBuilder, draft: ir.Model, fuse: ir.Model | None, sizes: Laye
     next_ids = add.input("next_ids", int64, "B", "N")
     num_rows, past_len = add.input("num_rows", int64, "B"), add.input("past_len", int64, "B")
     past = tuple(add.input(f"past_{kind}.0", sizes.dtype, *sizes.cache) for kind in "kv")
-    width = add("Shape", next_ids, start=1, end=2)
-    rows = add("Unsqueeze", add("Range", 0, add("Squeeze", width), 1), [0])
+    # Counted on the device: a shape would be read on the host.
+    rows = add("Sub", add("CumSum", add("Add", add("Mul", next_ids, 0), 1), 1), 1)  # [B,N]
     in_use = add("Less", rows, add("Unsqueeze", num_rows, [1]))
     ids = add("Where", in_use, next_ids, 0)
     # Padding must stay finite: masked keys have weight 0, but 0 times NaN is NaN.
@@ -115,8 +112,6 @@ def _call(add: GraphBuilder, draft: ir.Model, fuse: ir.Model | None, sizes: Laye
         used=add("Add", add("Add", first, last), 1),
         last=last,
         root=add("GatherElements", ids, last, axis=1),
-        num_sequences=add("Shape", next_ids, end=1),
-        num_rows=width,
         past=(past[0], past[1]),
     )
 
@@ -133,8 +128,7 @@ def _grow(
     """The extension, whose last row gives the root's candidates, then a step a depth."""
     given = {"input_ids": call.ids, "position_ids": call.positions, "hidden": call.hidden}
     attend = attention.extend(call.positions, call.used)
-    dims: dict[str, ir.Value | int] = {"B": call.num_sequences, "N": call.num_rows, "M": 1}
-    ids, log_q, hidden = layer.run({**given, "logit_rows": call.last}, dims, attend)
+    ids, log_q, hidden = layer.run({**given, "logit_rows": call.last}, attend)
     growth.add(ids, log_q)
     hidden = picked_rows(add, hidden, call.last)
     for depth in range(1, tree.draft_depth):
@@ -149,8 +143,7 @@ def _grow(
             "hidden": add("Where", present, hidden, sizes.number(0)),
         }
         attend = attention.step(frontier.parent_slots, tree.draft_top_k)
-        dims = {**dims, "N": tree.draft_top_k, "M": tree.draft_top_k}
-        ids, log_q, hidden = layer.run(given, dims, attend)
+        ids, log_q, hidden = layer.run(given, attend)
         growth.add(ids, log_q)
     return growth.finish(call.used)
 
@@ -181,12 +174,11 @@ class _Layer:
         self._pick = _pick_of(draft)
 
     def run(
-        self, given: Mapping[str, ir.Value], dims: Mapping[str, ir.Value | int], attend: Attend
+        self, given: Mapping[str, ir.Value], attend: Attend
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Inputs and outputs as in DraftGraph; without logit_rows all rows have candidates.
 
-        dims: what its symbolic dimensions are in this call, [1] or a number. Gives top_ids and
-        top_log_probs [B,M,K], hidden_out [B,N,d].
+        Gives top_ids and top_log_probs [B,M,K], hidden_out [B,N,d].
         """
 
         def rewrite(node: ir.Node, resolve: Resolve) -> list[ir.Value] | None:
@@ -194,31 +186,13 @@ class _Layer:
                 return [attend(*(resolve(value) for value in node.inputs[:3]))]
             if node is self._pick and "logit_rows" not in given:
                 return [resolve(node.inputs[0])]
-            if node.op_type == "Shape" and (value := node.inputs[0]) in inputs:
-                return [self._shape(node, value, dims)]
             if node.op_type == "TopK":
                 return self._best(resolve(node.inputs[0]))
             return None
 
-        inputs = set(self._draft.graph.inputs)
         outputs = ["top_ids", "top_log_probs", "hidden_out"]
         ids, log_q, hidden = self._add.copy(self._draft, given, outputs, rewrite)
         return ids, log_q, hidden
-
-    def _shape(
-        self, node: ir.Node, value: ir.Value, dims: Mapping[str, ir.Value | int]
-    ) -> ir.Value:
-        """Shape of an input: PyTorch reads a symbol off any input that has it."""
-        start, end = (
-            node.attributes[name].as_int() if name in node.attributes else default
-            for name, default in (("start", 0), ("end", len(value.shape or ())))
-        )
-        sizes = [
-            dim if isinstance(dim, int) else dims[str(dim.value)]
-            for dim in (value.shape or ())[start:end]
-        ]
-        parts = [[size] if isinstance(size, int) else size for size in sizes]
-        return self._add("Concat", *parts, axis=0)  # type: ignore[no-any-return]
 
     def _best(self, log_q: ir.Value) -> list[ir.Value]:
         """The K best of each row, K a constant here."""
@@ -230,7 +204,7 @@ def _pick_of(draft: ir.Model) -> ir.Node:
     """The node that picks the rows that get logits."""
     reached = {value for value in draft.graph.inputs if value.name == "logit_rows"}
     for node in draft.graph:
-        if node.op_type == "GatherElements" and node.inputs[1] in reached:
+        if node.op_type == "GatherND" and node.inputs[1] in reached:
             return node
         if any(value in reached for value in node.inputs):
             reached.update(node.outputs)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from eagle3.export.attention import Lowering, lower_attention
 from eagle3.export.experts import lower_experts
 from eagle3.export.fusion import fuse_for_ort
+from eagle3.export.shapes import fix_shapes
 from eagle3.export.weights import swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel
 
@@ -111,6 +112,7 @@ def trace_unlowered(
     onnx_fusions.fuse(model)
     if lowering.fuses:
         fuse_for_ort(model)
+    fix_shapes(model)
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
     return model

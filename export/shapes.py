@@ -1,0 +1,98 @@
+"""Shapes that a traced graph need not compute: what is left of them after this runs on no device.
+
+PyTorch writes the target of every view as numbers read off some input's shape. A GPU has to leave
+them to the host, which no CUDA graph can hold, although a constant says the same.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+_COPIED, _INFERRED = 0, -1  # what Reshape makes of them
+
+
+def fix_shapes(model: ir.Model) -> None:
+    """Gives every Reshape whose dimensions are numbers, those of its input, or at most one other, a
+    constant target; drops every Expand that a MatMul or a gather of rows does by itself. In place.
+
+    Needs the shapes that the trace left on values; where they are missing a node stays as it is.
+    """
+    constants: dict[tuple[int, ...], ir.Value] = {}
+    for node in list(model.graph):
+        if node.op_type == "Reshape":
+            _fix_reshape(model.graph, node, constants)
+        elif node.op_type == "Expand":
+            _drop_expand(node)
+        elif node.op_type == "GatherElements":
+            _gather_rows(model.graph, node)
+    RemoveUnusedNodesPass()(model)
+
+
+def _fix_reshape(
+    graph: ir.Graph, node: ir.Node, constants: dict[tuple[int, ...], ir.Value]
+) -> None:
+    source, target = node.inputs
+    dims = _target(source, node.outputs[0])
+    if target is None or target.const_value is not None or dims is None:
+        return
+    if dims not in constants:
+        tensor = ir.tensor(dims, dtype=ir.DataType.INT64)
+        constant = ir.node("Constant", [], {"value": tensor})
+        graph.insert_before(node, constant)
+        constants[dims] = constant.outputs[0]
+    node.replace_input_with(1, constants[dims])
+    node.attributes.pop("allowzero", None)  # a 0 is a dimension of the input here
+
+
+def _target(source: ir.Value | None, result: ir.Value) -> tuple[int, ...] | None:
+    """Numbers that make `source` the shape of `result` whatever its symbols are; None: there are
+    none."""
+    old = _dims(source)
+    if not old or result.shape is None:
+        return None
+    dims = tuple(
+        dim if isinstance(dim, int) else _COPIED if old[i : i + 1] == [dim] else _INFERRED
+        for i, dim in enumerate(result.shape)
+    )
+    return dims if dims.count(_INFERRED) <= 1 and 0 not in result.shape else None
+
+
+def _gather_rows(graph: ir.Graph, node: ir.Node) -> None:
+    """Rows [B,M,1] of x [B,N,d], expanded to [B,M,d]: GatherND takes them as they are."""
+    source, index = node.inputs
+    expand = None if index is None else index.producer()
+    if source is None or expand is None or expand.op_type != "Expand":
+        return
+    rows = expand.inputs[0]
+    x, few, many = (_dims(value) for value in (source, rows, index))
+    by_row = "axis" in node.attributes and node.attributes["axis"].as_int() == 1
+    if by_row and len(x) == 3 and few == [x[0], *few[1:2], 1] and many == [*few[:2], x[2]]:
+        gather = ir.node("GatherND", [source, rows], {"batch_dims": 1})
+        out = gather.outputs[0]
+        out.shape, out.type = node.outputs[0].shape, node.outputs[0].type
+        old, new = list(node.outputs), [out]
+        ir.convenience.replace_nodes_and_values(graph, node, [node], [gather], old, new)
+
+
+def _drop_expand(node: ir.Node) -> None:
+    source, result = node.inputs[0], node.outputs[0]
+    if source is not None and all(
+        user.op_type == "MatMul" and _broadcasts(source, result, user.inputs[1 - index])
+        for user, index in result.uses()
+    ):
+        for user, index in list(result.uses()):
+            user.replace_input_with(index, source)
+
+
+def _broadcasts(source: ir.Value, expanded: ir.Value, other: ir.Value | None) -> bool:
+    """Whether a MatMul with `other` gives the same for `source` [..,a,b] as for `expanded`: the
+    other operand has every dimension that the expansion adds."""
+    old, new, theirs = (_dims(value) for value in (source, expanded, other))
+    same_rank = 2 < len(old) == len(new) == len(theirs)
+    return same_rank and old[-2:] == new[-2:] and theirs[:-2] == new[:-2]
+
+
+def _dims(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
+    """The shape; empty where it is not known."""
+    return [] if value is None or value.shape is None else list(value.shape)
