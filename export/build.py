@@ -22,6 +22,7 @@ from eagle3.export.publish import check_output, publish, staging
 from eagle3.export.target import Target, load_target, trace_target
 from eagle3.export.tokenizer import write_tokenizer
 from eagle3.export.weights import StoredGraph, quantize_int8, store_for_matmul, unshare_int8
+from eagle3.plans.ort_cuda_lint import lint_ort_cuda
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
 from eagle3.runtime.errors import ExportError
@@ -101,6 +102,7 @@ def export_bundle(
         drafts[name] = draft
     with staging(request.output) as folder:
         engines = _write_engines(folder, target, drafts, plan, report)
+        check_device_graphs(folder, engines, plan)
         check = _finish(folder, target, drafts, engines, request, report)
         check_output(request.output, request.force)  # again: much time has passed
         publish(folder, request.output)
@@ -157,6 +159,15 @@ def _write_engines(
     for name, draft in drafts.items():
         engines |= write_draft(folder, name, draft, target, stored, plan, report)
     return engines
+
+
+def check_device_graphs(folder: Path, engines: Mapping[str, EngineInfo], plan: Plan) -> None:
+    """Raises BuildError where ONNX Runtime's CUDA provider would leave the plan's graphs to the
+    CPU."""
+    if plan.backend == "ort-cuda":
+        for name, engine in engines.items():
+            if name == "target" or name.endswith(f".{GROWTH}"):
+                lint_ort_cuda(folder / engine.file)
 
 
 def _aux_layer_ids(drafts: Drafts) -> tuple[int, ...]:

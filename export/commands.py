@@ -11,7 +11,7 @@ import click
 
 from eagle3.plans.build_commands import build_exported, why_not_here
 from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
-from eagle3.plans.rules import TENSORRT_BACKENDS
+from eagle3.plans.rules import PADDED_BACKENDS, TENSORRT_BACKENDS
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.options import given_fields, import_stage, layer_numbers, note, parsed
@@ -182,10 +182,10 @@ def _implied(ctx: click.Context) -> dict[str, Any]:
     """What follows from options that were typed for those that were not."""
     typed = _typed(ctx)
     implied = {}
-    if typed.get("backend") in TENSORRT_BACKENDS:
-        implied["lowering"] = "portable"
     if typed.get("dtype") == "bfloat16":  # ONNX Runtime's CPU provider has none
         implied["backend"] = "ort-cuda"
+    if typed.get("backend", implied.get("backend")) in PADDED_BACKENDS:
+        implied["lowering"] = "portable"
     return {name: value for name, value in implied.items() if name not in typed}
 
 

@@ -86,12 +86,12 @@ def check_backend(plan: Plan) -> None:
             f"verify_widths is {list(plan.verify_widths)}, but backend {backend} pads nothing, a"
             " call has the rows of its tree: leave it empty"
         )
+    if backend in PADDED_BACKENDS and plan.lowering != "portable":
+        raise PlanError(
+            f"lowering is {plan.lowering}, whose attention backend {backend} does not know:"
+            " choose portable"
+        )
     if backend in TENSORRT_BACKENDS:
-        if plan.lowering != "portable":
-            raise PlanError(
-                f"lowering is {plan.lowering}, whose attention backend {backend} does not know:"
-                " choose portable"
-            )
         return
     for name in ("compute_capability", "workspace_bytes"):
         value = getattr(plan, name)

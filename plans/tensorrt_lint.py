@@ -18,7 +18,7 @@ from eagle3.runtime.errors import BuildError
 
 MAX_OPSET = 24
 _CACHE_TYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
-_SHOWN = 4
+MAX_SHOWN = 4
 # Positions of Attention's inputs.
 _MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
 
@@ -43,12 +43,16 @@ class GraphFacts:
 
 
 def lint_file(path: Path) -> GraphFacts:
-    """Lints the graph at `path`; its weights are not read. Raises BuildError, see `lint`."""
+    """Lints the graph at `path`. Raises BuildError, see `lint`."""
+    return lint(read_graph(path), str(path))
+
+
+def read_graph(path: Path) -> onnx.ModelProto:
+    """The graph at `path`, less its weights. Raises BuildError."""
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        return onnx.load(str(path), load_external_data=False)
     except Exception as error:  # protobuf's own, or the file system's
         raise BuildError(f"{path} is no ONNX graph that can be read: {error}") from error
-    return lint(model, str(path))
 
 
 def lint(model: onnx.ModelProto, where: str) -> GraphFacts:
@@ -56,8 +60,8 @@ def lint(model: onnx.ModelProto, where: str) -> GraphFacts:
     graph = _Graph(model)
     faults = [*_model_faults(model, graph), *(f for n in graph.nodes for f in _faults(n, graph))]
     if faults:
-        shown = "; ".join(f"{what}: {advice}" for what, advice in faults[:_SHOWN])
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        shown = "; ".join(f"{what}: {advice}" for what, advice in faults[:MAX_SHOWN])
+        more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
         raise BuildError(f"{where} cannot become a plan file: {shown}{more}")
     updates = [node for node in graph.nodes if node.op_type == "TensorScatter"]
     return GraphFacts(
@@ -77,7 +81,7 @@ class _Graph:
         weights = {tensor.name for tensor in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in weights}
         self.outputs = {value.name for value in model.graph.output}
-        self.nodes = [*_nodes(model.graph)]
+        self.nodes = [*nodes_of(model.graph)]
         # A Shape reads no element: TensorRT keeps the update in place beside it.
         readers = (node for node in self.nodes if node.op_type != "Shape")
         self.uses = Counter(name for node in readers for name in node.input)
@@ -93,12 +97,13 @@ class _Graph:
         return [d.dim_value if d.HasField("dim_value") else str(d.dim_param) for d in dims]
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """All nodes, those of subgraphs too."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
             for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                yield from _nodes(inner)
+                yield from nodes_of(inner)
 
 
 def _dtypes(model: onnx.ModelProto) -> dict[str, str]:
@@ -129,12 +134,13 @@ def _model_faults(model: onnx.ModelProto, graph: _Graph) -> Iterator[Fault]:
     if foreign:
         names = ", ".join(sorted({f"{node.domain}.{node.op_type}" for node in foreign})[:3])
         yield (
-            f"{_name(foreign[0])} is one of {len(foreign)} nodes of another engine ({names})",
+            f"{say_node(foreign[0])} is one of {len(foreign)} nodes of another engine ({names})",
             "export the bundle again with --lowering portable",
         )
 
 
-def _name(node: onnx.NodeProto) -> str:
+def say_node(node: onnx.NodeProto) -> str:
+    """A node as a message names it."""
     return f"{node.op_type} node {node.name or (node.output[0] if node.output else '')!r}"
 
 
@@ -145,9 +151,9 @@ def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
 def _faults(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
     if node.domain in ("", "ai.onnx"):
         if node.op_type == "TensorScatter":
-            yield from ((f"{_name(node)} {what}", how) for what, how in _scatter(node, graph))
+            yield from ((f"{say_node(node)} {what}", how) for what, how in _scatter(node, graph))
         if node.op_type == "Attention":
-            yield from ((f"{_name(node)} {what}", how) for what, how in _attention(node, graph))
+            yield from ((f"{say_node(node)} {what}", how) for what, how in _attention(node, graph))
 
 
 def _scatter(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from eagle3.runtime.gpu.device import Device
 
 DEFAULT_MAX_NEW_TOKENS = 256
-BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("tensorrt", "tensorrt-rtx")}
+BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("ort-cuda", "tensorrt", "tensorrt-rtx")}
 """Device -> what may run the engines on it, the default first."""
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -158,8 +158,8 @@ class Session:
         except Exception as error:
             raise BundleError(f"engine '{name}' ({path}) cannot be loaded: {error}") from error
         self.name = name
-        self.inputs = tuple(map(_tensor_spec, self._session.get_inputs()))
-        self.outputs = tuple(map(_tensor_spec, self._session.get_outputs()))
+        self.inputs = tuple(map(tensor_spec, self._session.get_inputs()))
+        self.outputs = tuple(map(tensor_spec, self._session.get_outputs()))
         self._clock = clock
         self._bindings: dict[Hashable, Any] = {}
 
@@ -224,16 +224,32 @@ def load_session(bundle: Bundle, name: str, bound: Bound, threads: int, clock: C
     and outputs are not those of its manifest and of `bound`.
     """
     _refuse_other_backend(bundle)
+    path = bundle.path(bundle.manifest.engines[name].file)
+    session = Session(path, name, threads, clock)
+    check_tensors(bundle, name, session, bound, more_outputs=True)
+    return session
+
+
+class HasTensors(Protocol):
+    """A graph that says what it takes and gives."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def check_tensors(
+    bundle: Bundle, name: str, graph: HasTensors, bound: Bound, *, more_outputs: bool
+) -> None:
+    """Raises BundleError unless the graph of engine `name` has the tensors of its manifest and of
+    `bound`; more_outputs: it may have outputs that nobody binds."""
     info = bundle.manifest.engines[name]
-    session = Session(bundle.path(info.file), name, threads, clock)
     where = f"engine '{name}' ({bundle.path(info.file)})"
     inputs, outputs = f"{where}: input", f"{where}: output"
-    _compare(session.inputs, info.inputs, inputs, "its manifest")
-    _compare(session.outputs, info.outputs, outputs, "its manifest")
+    _compare(graph.inputs, info.inputs, inputs, "its manifest")
+    _compare(graph.outputs, info.outputs, outputs, "its manifest")
     sizes = "the sizes in the manifest"
-    _compare(session.inputs, bound.inputs, inputs, sizes)
-    _compare(session.outputs, bound.outputs, outputs, sizes, more_allowed=True)
-    return session
+    _compare(graph.inputs, bound.inputs, inputs, sizes)
+    _compare(graph.outputs, bound.outputs, outputs, sizes, more_allowed=more_outputs)
 
 
 def _refuse_other_backend(bundle: Bundle) -> None:
@@ -241,11 +257,11 @@ def _refuse_other_backend(bundle: Bundle) -> None:
     if plan.backend != _BACKEND:
         raise BundleError(
             f"{bundle.root} was built for backend {plan.backend} in {plan.dtype}, here runs"
-            f" {_BACKEND}: export it again with --dtype float32"
+            f" {_BACKEND}: export it again with --dtype float32, or load it with device 'cuda'"
         )
 
 
-def _tensor_spec(value: Any) -> TensorSpec:
+def tensor_spec(value: Any) -> TensorSpec:
     """An input or output as ONNX Runtime describes it; an unnamed dimension is "?"."""
     dtype = _DTYPES.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
     return TensorSpec(value.name, dtype, tuple("?" if dim is None else dim for dim in value.shape))

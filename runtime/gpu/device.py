@@ -16,7 +16,8 @@ from eagle3.plans.plan import TreePlan
 from eagle3.plans.rules import widths_up_to
 from eagle3.runtime.errors import PlanError
 from eagle3.runtime.gpu.driver import Driver
-from eagle3.runtime.gpu.halves import TARGET, Engines, Halves
+from eagle3.runtime.gpu.engines import TARGET, Engines
+from eagle3.runtime.gpu.halves import Halves
 from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.session import Clock
 

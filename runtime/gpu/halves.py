@@ -10,107 +10,18 @@ captured once is right for every round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from eagle3.plans.tensorrt_files import PlanFile, rebuild_command
-from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.gpu.buffers import RESULT_HEAD, DraftBuffers, Staging, TargetBuffers
 from eagle3.runtime.gpu.driver import Driver, Graph
+from eagle3.runtime.gpu.engines import DeviceCall, Engines, Shape
 from eagle3.runtime.gpu.kernels import Kernels
-from eagle3.runtime.gpu.tensorrt_engine import (
-    PlanCall,
-    PlanEngine,
-    Shape,
-    TensorRT,
-    load_engine,
-)
-from eagle3.runtime.growth import ENGINE as DRAFT_TREE
-from eagle3.runtime.growth import bound_growth
-from eagle3.runtime.manifest import DraftInfo, Manifest, engine_name
 from eagle3.runtime.session import Bound
 from eagle3.runtime.target import bound_target
-
-TARGET = "target"
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The plan files of a bundle, loaded and compared with its manifest.
-
-    drafter: the head whose `draft_tree` `draft` is; both None where no head has one. verify_widths:
-    what they were built for, empty where that was left open. prefill_chunk: rows of a prompt that
-    they take in one call.
-    """
-
-    manifest: Manifest
-    target: PlanEngine
-    drafter: str | None
-    draft: PlanEngine | None
-    verify_widths: tuple[int, ...]
-    prefill_chunk: int
-
-    @property
-    def scratch_bytes(self) -> int:
-        """What the hungrier of them needs; they take turns."""
-        both = (self.target, self.draft)
-        return max(engine.scratch_bytes for engine in both if engine is not None)
-
-    @property
-    def info(self) -> DraftInfo | None:
-        """What the manifest says of the head."""
-        return None if self.drafter is None else self.manifest.drafts[self.drafter]
-
-    @property
-    def num_nodes(self) -> int:
-        """M: of the trees that the draft was compiled to grow, root included."""
-        return 1 if self.info is None else self.info.tree.num_draft_tokens + 1
-
-    @property
-    def round_rows(self) -> int:
-        """Rows that a round leaves for the draft at most: root and path."""
-        return 1 if self.info is None else self.info.tree.depth_in_use + 1
-
-    @property
-    def draft_rows(self) -> int:
-        """The most rows that the draft takes in one call."""
-        assert self.draft is not None
-        return max(self.draft.largest("next_ids", 1), self.round_rows)
-
-    def bound_draft(self) -> Bound:
-        """What is bound of the draft."""
-        assert self.info is not None
-        return bound_growth(self.manifest, self.info)
-
-
-def growing_draft(manifest: Manifest) -> str | None:
-    """The first head whose trees one graph grows; None where there is none."""
-    names = (name for name in manifest.drafts if engine_name(name, DRAFT_TREE) in manifest.engines)
-    return next(names, None)
-
-
-def load_engines(
-    bundle: Bundle, files: Mapping[str, PlanFile], library: TensorRT, driver: Driver
-) -> Engines:
-    """files: engine -> plan file, see `usable_plan_files`. Raises BundleError for one whose
-    bindings do not fit the manifest."""
-    manifest, request = bundle.manifest, files[TARGET].request
-    rebuild = rebuild_command(bundle, request, library.backend, driver.compute_capability)
-
-    def load(name: str, bound: Bound) -> PlanEngine:
-        return load_engine(files[name], rebuild, bound, library, driver)
-
-    drafter, draft = growing_draft(manifest), None
-    target = load(TARGET, bound_target(manifest))
-    if drafter is not None:
-        bound = bound_growth(manifest, manifest.drafts[drafter])
-        draft = load(engine_name(drafter, DRAFT_TREE), bound)
-    chunk = request.prefill_chunk or manifest.plan.prefill_chunk
-    return Engines(manifest, target, drafter, draft, request.verify_widths, chunk)
 
 
 class Halves:
@@ -127,8 +38,6 @@ class Halves:
         if engines.info is not None:
             self.draft = DraftBuffers(driver, manifest, engines.info, engines.draft_rows)
         self._scratch = driver.allocate(engines.scratch_bytes, "the engines' scratch memory")
-        self._target_contexts: dict[int, PlanCall] = {}
-        self._draft_contexts: dict[int, PlanCall] = {}
         self.target_graphs: dict[int, Graph] = {}
         self.draft_graph: Graph | None = None
         self._capture(widths)
@@ -139,16 +48,14 @@ class Halves:
         self._place(num_rows, (own.chunk_ids, own.chain, own.endless, own.endless, own.chunk_ids))
         shapes = _shapes(bound_target(self.engines.manifest), num_rows)
         addresses = own.addresses(own.last_row)
-        self.engines.target.loose_call(
-            shapes, addresses, self._scratch, self._target_contexts
-        ).enqueue()
+        self.engines.target.loose_call(shapes, addresses, self._scratch).enqueue()
 
     def issue_draft(self, num_rows: int) -> None:
         """The draft half over `num_rows` rows of a prompt."""
         assert self.engines.draft is not None and self.draft is not None
         shapes = _shapes(self.engines.bound_draft(), num_rows)
         addresses = self.draft.addresses()
-        call = self.engines.draft.loose_call(shapes, addresses, self._scratch, self._draft_contexts)
+        call = self.engines.draft.loose_call(shapes, addresses, self._scratch)
         self._draft_half(call, self.draft)
 
     def feed(self, draft: DraftBuffers, count: int, first: int, capacity: int) -> None:
@@ -197,11 +104,11 @@ class Halves:
         sizes = (own.past_len, own.vocab_size, width)
         self._kernels.launch_rows("place_tree", width, *tree, *sizes, *outputs)
 
-    def _draft_half(self, call: PlanCall, draft: DraftBuffers) -> None:
+    def _draft_half(self, call: DeviceCall, draft: DraftBuffers) -> None:
         call.enqueue()
         self._kernels.launch("draft_done", draft.past_len, draft.num_rows, threads=1)
 
-    def _target_half(self, call: PlanCall, width: int) -> None:
+    def _target_half(self, call: DeviceCall, width: int) -> None:
         own, draft = self.own, self.draft
         limit, greedy = own.settings, own.settings + 8
         tree = (own.input_ids, own.chain, own.endless)  # of which only the root is used
@@ -236,7 +143,7 @@ class Halves:
         self.clear()
         self._driver.synchronize()
 
-    def _captured(self, call: PlanCall, issue: Callable[[], Any]) -> Graph:
+    def _captured(self, call: DeviceCall, issue: Callable[[], Any]) -> Graph:
         """The first call of a shape sets up what must not happen inside a capture."""
         issue()
         self._driver.synchronize()

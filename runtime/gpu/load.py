@@ -1,4 +1,4 @@
-"""`load(..., device="cuda")`: driver, library, plan files and kernels, in that order.
+"""`load(..., device="cuda")`: driver, library, engines and kernels, in that order.
 
 What is missing is said before anything large is read: no driver, no GPU, no library, no plan file.
 """
@@ -14,14 +14,19 @@ from eagle3.runtime.errors import PlanError
 from eagle3.runtime.gpu.cuda_driver import CudaDriver
 from eagle3.runtime.gpu.device import Device
 from eagle3.runtime.gpu.driver import Driver
-from eagle3.runtime.gpu.halves import load_engines
+from eagle3.runtime.gpu.engines import Engines
 from eagle3.runtime.gpu.kernels import Kernels, compile_kernels
-from eagle3.runtime.gpu.tensorrt_engine import TensorRT
+from eagle3.runtime.gpu.ort_engine import BACKEND as ORT_CUDA
+from eagle3.runtime.gpu.ort_engine import OrtCuda, has_cuda_provider, load_ort_engines
+from eagle3.runtime.gpu.tensorrt_engine import TensorRT, load_plan_engines
 from eagle3.runtime.session import Clock
+
+Library = TensorRT | OrtCuda
 
 
 def chosen_backend(bundle: Bundle) -> str:
-    """The backend that the bundle was planned for, or has plan files of; else what is installed.
+    """The backend that the bundle was planned for, or has plan files of; else ONNX Runtime, which
+    needs none, where it has its CUDA provider; else the TensorRT that is installed.
 
     Raises EngineMissing where nothing is, BuildError where that leaves a choice.
     """
@@ -29,14 +34,18 @@ def chosen_backend(bundle: Bundle) -> str:
     if planned in MODULES:
         return planned
     built = {each.library for each in plan_files(bundle.root)}
-    return built.pop() if len(built) == 1 else find_library().name
+    if len(built) == 1:
+        return built.pop()
+    if not built and has_cuda_provider():
+        return ORT_CUDA
+    return find_library().name
 
 
 def load_device(
     bundle: Bundle,
     backend: str | None = None,
     driver: Driver | None = None,
-    library: TensorRT | None = None,
+    library: Library | None = None,
 ) -> Device:
     """The bundle on the first GPU.
 
@@ -50,7 +59,7 @@ def load_device(
         )
     driver = CudaDriver() if driver is None else driver
     try:
-        library = TensorRT(backend or chosen_backend(bundle)) if library is None else library
+        library = _library(backend or chosen_backend(bundle)) if library is None else library
         device = _device(bundle, driver, library)
     except BaseException:
         driver.close()
@@ -59,7 +68,19 @@ def load_device(
     return device
 
 
-def _device(bundle: Bundle, driver: Driver, library: TensorRT) -> Device:
-    files = usable_plan_files(bundle, library.backend, library.version, driver.compute_capability)
+def _library(backend: str) -> Library:
+    return OrtCuda() if backend == ORT_CUDA else TensorRT(backend)
+
+
+def _device(bundle: Bundle, driver: Driver, library: Library) -> Device:
+    engines = load_engines(bundle, library, driver)
     kernels = Kernels(driver, compile_kernels(driver.compute_capability))
-    return Device(load_engines(bundle, files, library, driver), driver, kernels, Clock())
+    return Device(engines, driver, kernels, Clock())
+
+
+def load_engines(bundle: Bundle, library: Library, driver: Driver) -> Engines:
+    """The bundle's engines. Raises as `load_device` does."""
+    if isinstance(library, OrtCuda):
+        return load_ort_engines(bundle, library, driver)
+    files = usable_plan_files(bundle, library.backend, library.version, driver.compute_capability)
+    return load_plan_engines(bundle, files, library, driver)

@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eagle3.plans.tensorrt_files import PlanFile
+from eagle3.plans.tensorrt_files import PlanFile, rebuild_command
 from eagle3.plans.tensorrt_library import find_library
+from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import BundleError, DeviceError, EngineError
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
-from eagle3.runtime.manifest import TensorSpec
+from eagle3.runtime.gpu.engines import TARGET, Engines, Shape, growing_draft, round_rows
+from eagle3.runtime.growth import ENGINE as DRAFT_TREE
+from eagle3.runtime.growth import bound_growth
+from eagle3.runtime.manifest import TensorSpec, engine_name
 from eagle3.runtime.session import Bound
-
-Shape = tuple[int, ...]
+from eagle3.runtime.target import bound_target
 
 _DTYPES = {
     "FLOAT": "float32",
@@ -76,6 +79,7 @@ class PlanEngine:
         self.name, self.rebuild = file.engine, rebuild
         self.where = f"engine '{file.engine}' ({file.path})"
         self._library, self._driver = library, driver
+        self._loose: dict[int, PlanCall] = {}
         self._engine = _deserialized(file, self.where, rebuild, library)
         self._names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         mode = library.module.TensorIOMode.INPUT
@@ -115,19 +119,15 @@ class PlanEngine:
         return PlanCall(self, context, profile)
 
     def loose_call(
-        self,
-        shapes: Mapping[str, Shape],
-        addresses: Mapping[str, int],
-        scratch: DeviceBuffer,
-        contexts: dict[int, PlanCall],
+        self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], scratch: DeviceBuffer
     ) -> PlanCall:
-        """As `call`, but of the profile's one context in `contexts`: the next such call changes it,
-        so it must not be captured."""
+        """As `call`, but of one context a profile: the next such call changes it, so it must not be
+        captured."""
         profile = self._profile_for(shapes)
-        if profile not in contexts:
-            contexts[profile] = self.call(shapes, addresses, scratch)
-        self.reshape(contexts[profile].context, shapes)
-        return contexts[profile]
+        if profile not in self._loose:
+            self._loose[profile] = self.call(shapes, addresses, scratch)
+        self.reshape(self._loose[profile].context, shapes)
+        return self._loose[profile]
 
     def reshape(self, context: Any, shapes: Mapping[str, Shape]) -> None:
         """Sets the inputs' shapes."""
@@ -219,6 +219,27 @@ class PlanCall:
     def check_capturable(self) -> None:
         """Raises EngineError where a CUDA graph cannot hold this call; after a first `enqueue`."""
         self._engine.check_capturable(self.context)
+
+
+def load_plan_engines(
+    bundle: Bundle, files: Mapping[str, PlanFile], library: TensorRT, driver: Driver
+) -> Engines:
+    """files: engine -> plan file, see `usable_plan_files`. Raises BundleError for one whose
+    bindings do not fit the manifest."""
+    manifest, request = bundle.manifest, files[TARGET].request
+    rebuild = rebuild_command(bundle, request, library.backend, driver.compute_capability)
+
+    def load(name: str, bound: Bound) -> PlanEngine:
+        return load_engine(files[name], rebuild, bound, library, driver)
+
+    target = load(TARGET, bound_target(manifest))
+    drafter, draft, rows = growing_draft(manifest), None, 1
+    if drafter is not None:
+        info = manifest.drafts[drafter]
+        draft = load(engine_name(drafter, DRAFT_TREE), bound_growth(manifest, info))
+        rows = max(draft.largest("next_ids", 1), round_rows(info))
+    chunk = request.prefill_chunk or manifest.plan.prefill_chunk
+    return Engines(manifest, target, drafter, draft, rows, request.verify_widths, chunk)
 
 
 def load_engine(

@@ -112,7 +112,7 @@ def test_bfloat16_is_exported_unchecked_and_says_so(exported: Any, tmp_path: Pat
         target=str(exported("qwen2", "ort").folder),
         drafts=(),
         output=tmp_path / "out",
-        plan=tiny.tiny_plan(dtype="bfloat16", backend="ort-cuda"),
+        plan=tiny.tiny_plan(dtype="bfloat16", lowering="portable", backend="ort-cuda"),
         force=True,
     )
     shutil.copytree(exported("qwen2", "ort").bundle.root, request.output)  # to be replaced

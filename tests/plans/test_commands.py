@@ -185,7 +185,8 @@ def test_check_of_a_plan_that_nothing_builds_yet_says_so(llama_8b: Path) -> None
 
 def test_check_reads_a_plan_file(llama_8b: Path, tmp_path: Path) -> None:
     text = (
-        'device = "h100"\n[plan]\nbackend = "ort-cuda"\ndtype = "float16"\nmax_seq_len = 999999\n'
+        'device = "h100"\n[plan]\nbackend = "ort-cuda"\nlowering = "portable"\n'
+        'dtype = "float16"\nmax_seq_len = 999999\n'
     )
     (tmp_path / "own.toml").write_text(text)
     result = call("plan", "check", llama_8b, "--plan", tmp_path / "own.toml")

@@ -83,7 +83,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_file_may_name_a_presets_device(tmp_path: Path) -> None:
-    text = 'device = "l4"\n[plan]\nbackend = "ort-cuda"\ndtype = "float16"\n'
+    text = 'device = "l4"\n[plan]\nbackend = "ort-cuda"\nlowering = "portable"\n'
     preset = load_preset(written(tmp_path, text))
     assert preset.device == load_preset("l4").device and preset.plan.backend == "ort-cuda"
 
@@ -106,7 +106,10 @@ def test_a_file_may_name_a_presets_device(tmp_path: Path) -> None:
         (DEVICE.replace('"a board"', "3"), "device.name is 3: give a text"),
         (DEVICE + "[plan]\ntree = 3\n", r"plan.tree is 3: make it a table, \[plan.tree\]"),
         (DEVICE + "[plan]\ndtype = 'fp16'\n", "own.toml: dtype is 'fp16': choose one of"),
-        (DEVICE + "[plan]\nbackend = 'ort-cuda'\n", "a board names no compute_capability"),
+        (
+            DEVICE + "[plan]\nlowering = 'portable'\nbackend = 'ort-cuda'\n",
+            "a board names no compute_capability",
+        ),
         ('device = "l5"', "there is no preset 'l5': choose one of cpu"),
         (
             'device = "l4"\n[plan]\nbackend = "tensorrt"\nlowering = "portable"\n'

@@ -159,7 +159,8 @@ def test_a_draft_vocabulary_of_another_size(bundle: Bundle, copy: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.usefixtures("no_buffers")
 def test_a_bundle_for_another_backend(copy: Path, dtype: str) -> None:
-    message = refusal(edit(copy, put("plan/backend", "ort-cuda"), put("plan/dtype", dtype)))
+    other = [put("plan/backend", "ort-cuda"), put("plan/lowering", "portable")]
+    message = refusal(edit(copy, *other, put("plan/dtype", dtype)))
     assert f"built for backend ort-cuda in {dtype}" in message and "--dtype float32" in message
 
 

@@ -21,10 +21,12 @@ def portable(llama_folder: Path, head_folder: Path, tmp_path_factory: Any) -> Bu
     return tiny.export_tiny(llama_folder, head_folder, folder, tiny.tiny_plan(lowering="portable"))
 
 
-@pytest.fixture(scope="session")
-def device(portable: Bundle, tmp_path_factory: Any) -> Iterator[OnDevice]:
-    """`portable` on the stand-in."""
-    yield on_device(portable, tmp_path_factory.mktemp("plans"))
+@pytest.fixture(scope="session", params=["tensorrt", "ort-cuda"])
+def device(
+    portable: Bundle, tmp_path_factory: Any, request: pytest.FixtureRequest
+) -> Iterator[OnDevice]:
+    """`portable` on the stand-in, under either library."""
+    yield on_device(portable, tmp_path_factory.mktemp("device"), library=request.param)
 
 
 @pytest.fixture(scope="session")

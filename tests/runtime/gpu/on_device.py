@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from programs import VERSION, OnnxProgram, build_plan_files, programs_of
+from programs import OnnxProgram, build_plan_files, programs_of
 from stand_in import StandInDriver
+from stand_in_ort import StandInOrt
 from stand_in_tensorrt import Program, StandInTensorRT
 
 import eagle3
-from eagle3.plans.tensorrt_files import usable_plan_files
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.gpu.device import Device
-from eagle3.runtime.gpu.halves import load_engines
 from eagle3.runtime.gpu.kernels import Kernels
+from eagle3.runtime.gpu.load import load_engines
+from eagle3.runtime.gpu.ort_engine import OrtCuda
 from eagle3.runtime.gpu.tensorrt_engine import TensorRT
 from eagle3.runtime.session import Clock
 
@@ -52,17 +53,21 @@ def on_device(
     driver: StandInDriver | None = None,
     grow: Callable[[Program], Program] = lambda own: own,
     widths: tuple[int, ...] | None = None,
+    library: str = "tensorrt",
     **request: Any,
 ) -> OnDevice:
-    """grow: wraps the growth of the draft's tree. request: of the build. folder: for a copy."""
+    """grow: wraps the growth of the draft's tree. library: which stands in. request: of the build
+    of plan files, where it needs them. folder: for a copy."""
     driver, bundle = driver or StandInDriver(), copy_of(bundle, folder)
     programs = programs_of(bundle)
     for name in programs:
         if name != "target":
             programs[name] = grow(programs[name])
-    build_plan_files(bundle.root, **request)
-    library = TensorRT("tensorrt", StandInTensorRT(driver, programs))
-    files = usable_plan_files(bundle, "tensorrt", VERSION, driver.compute_capability)
-    kernels = Kernels(driver, b"")
-    device = Device(load_engines(bundle, files, library, driver), driver, kernels, Clock(), widths)
+    if library == "ort-cuda":
+        engines = load_engines(bundle, OrtCuda(StandInOrt(driver, programs)), driver)
+    else:
+        build_plan_files(bundle.root, **request)
+        tensorrt = StandInTensorRT(driver, programs)
+        engines = load_engines(bundle, TensorRT("tensorrt", tensorrt), driver)
+    device = Device(engines, driver, Kernels(driver, b""), Clock(), widths)
     return OnDevice(eagle3.Engine(bundle, 1, device), driver, dict(programs))

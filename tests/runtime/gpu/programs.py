@@ -20,7 +20,8 @@ from eagle3.plans.tensorrt_files import PlanFile
 from eagle3.plans.tensorrt_library import Library
 from eagle3.plans.tensorrt_request import BuildRequest
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.gpu.halves import DRAFT_TREE, TARGET, growing_draft
+from eagle3.runtime.gpu.engines import TARGET, growing_draft
+from eagle3.runtime.growth import ENGINE as DRAFT_TREE
 from eagle3.runtime.manifest import TensorSpec, engine_name
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -34,10 +34,9 @@ from eagle3.runtime.errors import (
 )
 from eagle3.runtime.gpu import load as gpu_load
 from eagle3.runtime.gpu.device import Device, graph_widths
-from eagle3.runtime.gpu.halves import load_engines
 from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.gpu.load import chosen_backend, load_device
-from eagle3.runtime.gpu.tensorrt_engine import PlanEngine, TensorRT
+from eagle3.runtime.gpu.tensorrt_engine import PlanEngine, TensorRT, load_plan_engines
 from eagle3.runtime.session import Clock
 
 BAD = 30  # a token whose embedding is NaN
@@ -55,7 +54,7 @@ class Setup:
         self.library = TensorRT("tensorrt", StandInTensorRT(self.driver, self.programs))
 
     def load(self) -> Any:
-        return load_engines(self.bundle, self.files, self.library, self.driver)
+        return load_plan_engines(self.bundle, self.files, self.library, self.driver)
 
     def device(self) -> Any:
         return load_device(self.bundle, "tensorrt", self.driver, self.library)
@@ -209,7 +208,7 @@ def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle) -> None:
     for options, message in (
         ({"device": "gpu"}, "device 'gpu' is not supported, choose one of cpu, cuda"),
         ({"device": "cpu", "backend": "tensorrt"}, "'tensorrt' does not run on device cpu"),
-        ({"device": "cuda", "backend": "ort-cuda"}, "choose one of tensorrt, tensorrt-rtx"),
+        ({"device": "cuda", "backend": "ort-cpu"}, "choose one of ort-cuda, tensorrt, tensorrt-"),
     ):
         with pytest.raises(RequestError, match=message):
             eagle3.load(portable.root, **options)  # type: ignore[arg-type]
@@ -235,9 +234,9 @@ def test_a_machine_without_a_driver_says_so_in_one_line(
     done = CliRunner().invoke(main, arguments, input="")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == "error: no NVIDIA driver was found: install one, or use device='cpu'\n"
-    done = CliRunner().invoke(main, [*arguments[:-1], "ort-cuda"], input="")
+    done = CliRunner().invoke(main, [*arguments[:-1], "ort-cpu"], input="")
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: backend 'ort-cuda' does not run on device cuda")
+    assert done.stderr.startswith("error: backend 'ort-cpu' does not run on device cuda")
 
 
 def test_the_backend_is_what_the_bundle_was_built_for(portable: Bundle, tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Views, gathers and expansions of a traced graph that need no shape when it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eagle3.export import onnx_graph
+from eagle3.export.attention import LOWERINGS, key_window
+from eagle3.export.onnx_graph import trace
+
+
+class Views(nn.Module):
+    """Splits heads, joins them, folds rows into sequences."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch, rows, _ = x.shape
+        heads = x.view(batch, rows, 2, -1).transpose(1, 2)
+        return heads.transpose(1, 2).reshape(batch, rows, 8), x.view(batch, rows * 8)
+
+
+class Rows(nn.Module):
+    """Picks rows, as before lm_head."""
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[-1]))
+
+
+class Turns(nn.Module):
+    """RoPE's angles: frequencies, expanded to the batch, times positions."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        rates = torch.arange(1.0, 4.0)[None, :, None].expand(positions.shape[0], -1, 1)
+        return (rates @ positions[:, None, :].float()).transpose(1, 2)
+
+
+class Sums(nn.Module):
+    """An expansion that something other than a MatMul reads: it stays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1].expand(-1, x.shape[1], -1).cumsum(1)
+
+
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+INDEX = torch.tensor([[3, 0, 3], [4, 4, 1]])
+CASES: dict[str, tuple[nn.Module, dict[str, tuple[Any, str]], dict[str, int]]] = {
+    "views": (Views(), {"x": (X, "B N 8")}, {"Shape": 0, "Reshape": 3}),
+    "rows": (Rows(), {"x": (X, "B N 8"), "rows": (INDEX, "B M")}, {"Shape": 0, "GatherND": 1}),
+    "turns": (Turns(), {"p": (INDEX, "B M")}, {"Shape": 0, "Expand": 0, "MatMul": 1}),
+    "sums": (Sums(), {"x": (X, "B N 8")}, {"Expand": 1}),
+}
+
+
+def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    data = ir.serde.serialize_model(model).SerializeToString()
+    session = ort.InferenceSession(data, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_graph_says_the_same_without_shapes(name: str) -> None:
+    module, inputs, expected = CASES[name]
+    outputs = ["y", "z"] if name == "views" else ["y"]
+    model = trace(module, inputs, outputs, LOWERINGS["portable"], name)
+    counts = [node.op_type for node in model.graph]
+    assert {op: counts.count(op) for op in expected} == expected
+    for size in (0, 1):  # other sizes than it was traced with
+        args = [value[:, : value.shape[1] - size].contiguous() for value, _ in inputs.values()]
+        if name == "rows":
+            args[1] = args[1].clamp(max=args[0].shape[1] - 1)
+        found = run(model, {k: a.numpy() for k, a in zip(inputs, args, strict=True)})
+        wanted = module(*args)
+        for mine, theirs in zip(found, wanted if name == "views" else [wanted], strict=True):
+            np.testing.assert_array_equal(mine, theirs.numpy())
+
+
+def test_without_it_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the numbers above are held against."""
+    monkeypatch.setattr(onnx_graph, "fix_shapes", lambda model: None)
+    for name in ("views", "turns"):
+        module, inputs, _ = CASES[name]
+        outputs = ["y", "z"] if name == "views" else ["y"]
+        model = trace(module, inputs, outputs, LOWERINGS["portable"], name)
+        assert "Shape" in [node.op_type for node in model.graph]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_window_of_tree_rows_stands_where_its_slots_are(rows: int) -> None:
+    """By the definition: slot c is the prefix, window row c - first, or nobody's."""
+    batch, window, slots = 2, 4, 12
+    generator = np.random.default_rng(1)
+    mask = generator.random((batch, rows, window)) < 0.5
+    positions = generator.integers(5, 9, (batch, window))
+    past = np.array([5, 7])
+    found = key_window(
+        torch.tensor(mask),
+        torch.zeros((batch, rows), dtype=torch.int64),
+        torch.tensor(past),
+        slots,
+        torch.tensor(positions),
+    )
+    for b in range(batch):
+        first = past[b] + rows - window
+        for c in range(slots):
+            w = c - first
+            seen = [c < first or (0 <= w < window and bool(mask[b, i, w])) for i in range(rows)]
+            assert found.visible[b, 0, :, c].tolist() == seen
+            if w < window:
+                stands = c if w < 0 else positions[b, w]
+                assert found.key_positions[b, 0, 0, c] == stands

@@ -1,0 +1,93 @@
+"""What ONNX Runtime's CUDA provider would leave to the host is named; portable graphs have none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from eagle3.export.build import check_device_graphs
+from eagle3.plans.ort_cuda_lint import lint_ort_cuda
+from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.errors import BuildError
+
+FIXED = helper.make_node("Constant", [], ["fixed"], value_ints=[0, -1])
+
+
+def written(path: Path, *nodes: onnx.NodeProto) -> Path:
+    """A graph of x [B,4] with these nodes."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 4])
+    two = helper.make_tensor("two", TensorProto.INT64, [1], [2])
+    graph = helper.make_graph([FIXED, *nodes], "g", [x], [y], [two])
+    onnx.save(helper.make_model(graph), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [helper.make_node("Reshape", ["x", "fixed"], ["y"])],
+        [helper.make_node("ReduceSum", ["x", "two"], ["y"])],
+        [helper.make_node("Slice", ["x", "two", "two", "", "two"], ["y"])],
+    ],
+)
+def test_constants_are_no_fault(tmp_path: Path, nodes: list[onnx.NodeProto]) -> None:
+    lint_ort_cuda(written(tmp_path / "g.onnx", *nodes))
+
+
+def test_every_fault_is_named_with_its_node(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["rows"], end=1, name="of_x"),
+        helper.make_node("Concat", ["rows", "two"], ["target"], axis=0),
+        helper.make_node("Reshape", ["x", "target"], ["z"], name="view"),
+        helper.make_node("FusedMatMul", ["z", "z"], ["y"], domain="com.microsoft"),
+    ]
+    with pytest.raises(BuildError) as error:
+        lint_ort_cuda(written(tmp_path / "g.onnx", *nodes))
+    said = str(error.value)
+    assert "Shape node 'of_x' runs there" in said
+    assert "Reshape node 'view' waits for 'target', which is no constant" in said
+    assert "FusedMatMul node 'y' is of com.microsoft, export with --lowering portable" in said
+    assert "Concat" not in said and said.endswith("choose a TensorRT backend for this model")
+
+
+def test_more_faults_than_fit(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Shape", ["x"], [f"s{i}"]) for i in range(9)]
+    with pytest.raises(BuildError, match="'s3' runs there; and 5 more; choose"):
+        lint_ort_cuda(written(tmp_path / "g.onnx", *nodes))
+
+
+def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
+    (tmp_path / "g.onnx").write_text("nonsense")
+    with pytest.raises(BuildError, match="is no ONNX graph that can be read"):
+        lint_ort_cuda(tmp_path / "g.onnx")
+
+
+def test_the_engines_of_a_gpu_leave_nothing_to_the_host(
+    windowed_bundle: Bundle, bundle: Bundle
+) -> None:
+    """`target` and `draft_tree`; the draft alone, which no GPU runs, reads its mask's shape."""
+    portable = windowed_bundle
+    for name in ("target", "eagle3.draft_tree"):
+        lint_ort_cuda(portable.path(portable.manifest.engines[name].file))
+    for owner, name in ((portable, "eagle3.draft"), (bundle, "target")):
+        with pytest.raises(BuildError, match="without the CPU"):
+            lint_ort_cuda(owner.path(owner.manifest.engines[name].file))
+
+
+def test_an_export_for_the_provider_refuses_what_it_cannot_run(
+    windowed_bundle: Bundle,
+) -> None:
+    portable = windowed_bundle
+    engines: dict[str, Any] = dict(portable.manifest.engines)
+    plan = replace(portable.manifest.plan, backend="ort-cuda")
+    check_device_graphs(portable.root, engines, plan)
+    broken = {"eagle3.draft_tree": engines["eagle3.draft"]}
+    with pytest.raises(BuildError, match="without the CPU"):
+        check_device_graphs(portable.root, broken, plan)
+    check_device_graphs(portable.root, broken, portable.manifest.plan)
