@@ -158,9 +158,8 @@ def watched(bundle: str, wheel: str, width: int) -> bool:
 
     library, well = OrtCuda(), True
     for path in engines(bundle):
-        click.echo(
-            f"{Path(path).name}: every node on the GPU, onnxruntime-gpu {library.module.__version__}"
-        )
+        version = library.module.__version__
+        click.echo(f"{Path(path).name}: every node on the GPU, onnxruntime-gpu {version}")
         for line, as_expected in report(library, path, width, watch):
             click.echo(f"  {line}{'' if as_expected else '  <- NOT FIT FOR A CAPTURE'}")
             well = well and as_expected

@@ -278,25 +278,23 @@ def _written_out(nodes: Nodes, placeholder: ir.Node, k: ir.Value, v: ir.Value) -
     The Attention operator has no sinks, and TensorRT refuses its softcap. The heads that share keys
     are folded into rows, so that keys are not repeated; softmax runs in float32.
     """
-    q, *_, bias, sinks = _inputs(placeholder)
+    q, _, _, past, *_, bias, sinks = _inputs(placeholder)
     heads, kv_heads, head_dim = _sizes(placeholder)
-    assert q is not None and q.dtype is not None
+    assert q is not None and q.dtype is not None and past is not None and past.shape is not None
+    slots = past.shape[2]
+    assert isinstance(slots, int)
     folded = nodes.add("Reshape", q, nodes.ints([0, kv_heads, -1, head_dim]))
     scale = nodes.number(placeholder.attributes["scale"].as_float(), q.dtype)
     keys = nodes.add("Transpose", k, perm=[0, 1, 3, 2])
     scores = nodes.add("MatMul", nodes.add("Mul", folded, scale), keys)
-    shape = nodes.add("Concat", nodes.add("Shape", q, end=3), nodes.ints([-1]), axis=0)
-    scores = nodes.add("Reshape", scores, shape)  # [B,Hq,N,S]
+    scores = nodes.add("Reshape", scores, nodes.ints([0, heads, -1, slots]))  # [B,Hq,N,S]
     softcap = placeholder.attributes["softcap"].as_float()
     if softcap:
         cap = nodes.number(softcap, q.dtype)
         scores = nodes.add("Mul", nodes.add("Tanh", nodes.add("Div", scores, cap)), cap)
     probs = _softmax(nodes, scores, bias, sinks, q.dtype)
-    folded_shape = nodes.add(
-        "Concat", nodes.ints([0, kv_heads, -1]), nodes.add("Shape", k, start=2, end=3), axis=0
-    )
-    out = nodes.add("MatMul", nodes.add("Reshape", probs, folded_shape), v)
-    return nodes.add("Reshape", out, nodes.add("Shape", q))  # type: ignore[no-any-return]
+    out = nodes.add("MatMul", nodes.add("Reshape", probs, nodes.ints([0, kv_heads, -1, slots])), v)
+    return nodes.add("Reshape", out, nodes.ints([0, heads, -1, head_dim]))  # type: ignore[no-any-return]
 
 
 def _softmax(
@@ -313,9 +311,10 @@ def _softmax(
 
     scores = nodes.add("Add", wide(scores), wide(bias))
     if sinks is not None:
-        column = nodes.add("Concat", nodes.add("Shape", scores, end=3), nodes.ints([1]), axis=0)
+        first = nodes.add("Slice", scores, nodes.ints([0]), nodes.ints([1]), nodes.ints([3]))
         by_head = nodes.add("Reshape", wide(sinks), nodes.ints([1, -1, 1, 1]))
-        scores = nodes.add("Concat", nodes.add("Expand", by_head, column), scores, axis=-1)
+        zeros = nodes.add("Mul", first, nodes.number(0.0, ir.DataType.FLOAT))  # [B,Hq,N,1]
+        scores = nodes.add("Concat", nodes.add("Add", zeros, by_head), scores, axis=-1)
     probs = nodes.add("Softmax", scores, axis=-1)
     if sinks is not None:
         bounds = [nodes.ints([1]), nodes.ints([(1 << 63) - 1]), nodes.ints([3])]

@@ -48,8 +48,9 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 
 def dense_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The same sum over all experts; what a row did not choose is left out, be it no number."""
-    routing = torch.zeros(hidden.shape[0], module.num_experts, dtype=weights.dtype)
-    routing = routing.scatter(1, chosen, weights).T[:, :, None]  # [E,R,1]
+    experts = torch.arange(module.num_experts, device=chosen.device)
+    own = chosen == experts[:, None, None]  # [E,R,k], at most one of a row
+    routing = torch.where(own, weights, 0.0).sum(2, keepdim=True)  # [E,R,1]
 
     def linear(x: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)

@@ -6,22 +6,26 @@ them to the host, which no CUDA graph can hold, although a constant says the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-_COPIED, _INFERRED = 0, -1  # what Reshape makes of them
+_COPIED, _INFERRED, _BATCH = 0, -1, -2  # the first two as Reshape has them
 
 
 def fix_shapes(model: ir.Model) -> None:
     """Gives every Reshape whose dimensions are numbers, those of its input, or at most one other, a
     constant target; drops every Expand that a MatMul or a gather of rows does by itself. In place.
 
-    Needs the shapes that the trace left on values; where they are missing a node stays as it is.
+    A Reshape to the batch, one other and numbers reads the batch alone, which is a constant too
+    where an engine is loaded for one sequence. Needs the shapes that the trace left on values;
+    where they are missing a node stays as it is.
     """
-    constants: dict[tuple[int, ...], ir.Value] = {}
+    targets = _Targets(model.graph)
     for node in list(model.graph):
         if node.op_type == "Reshape":
-            _fix_reshape(model.graph, node, constants)
+            targets.fix(node)
         elif node.op_type == "Expand":
             _drop_expand(node)
         elif node.op_type == "GatherElements":
@@ -29,33 +33,59 @@ def fix_shapes(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def _fix_reshape(
-    graph: ir.Graph, node: ir.Node, constants: dict[tuple[int, ...], ir.Value]
-) -> None:
-    source, target = node.inputs
-    dims = _target(source, node.outputs[0])
-    if target is None or target.const_value is not None or dims is None:
-        return
-    if dims not in constants:
-        tensor = ir.tensor(dims, dtype=ir.DataType.INT64)
-        constant = ir.node("Constant", [], {"value": tensor})
-        graph.insert_before(node, constant)
-        constants[dims] = constant.outputs[0]
-    node.replace_input_with(1, constants[dims])
-    node.attributes.pop("allowzero", None)  # a 0 is a dimension of the input here
+class _Targets:
+    """The targets of a graph's Reshapes, each made once."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._batch = next(iter(_dims(graph.inputs[0])), None)
+        self._made: dict[tuple[int, ...], ir.Value] = {}
+
+    def fix(self, node: ir.Node) -> None:
+        """Gives a Reshape a target, if its shapes allow it."""
+        source, target = node.inputs
+        dims = self._dims(source, node.outputs[0])
+        if target is None or target.const_value is not None or dims is None:
+            return
+        if dims not in self._made:
+            nodes = batch_target(self._graph, dims[1:]) if dims[0] == _BATCH else [constant(dims)]
+            self._graph.insert_before(node, nodes)
+            self._made[dims] = nodes[-1].outputs[0]
+        node.replace_input_with(1, self._made[dims])
+        node.attributes.pop("allowzero", None)  # a 0 is a dimension of the input here
+
+    def _dims(self, source: ir.Value | None, result: ir.Value) -> tuple[int, ...] | None:
+        """Numbers that make `source` the shape of `result` whatever its symbols are; None: there
+        are none."""
+        old, new = _dims(source), _dims(result)
+        dims = [
+            dim if isinstance(dim, int) else _COPIED if old[i : i + 1] == [dim] else _INFERRED
+            for i, dim in enumerate(new)
+        ]
+        if dims.count(_INFERRED) == 2 and new[0] == self._batch:
+            dims[0] = _BATCH
+        if not old or not new or 0 in new or dims.count(_INFERRED) > 1:
+            return None
+        return tuple(dims)
 
 
-def _target(source: ir.Value | None, result: ir.Value) -> tuple[int, ...] | None:
-    """Numbers that make `source` the shape of `result` whatever its symbols are; None: there are
-    none."""
-    old = _dims(source)
-    if not old or result.shape is None:
-        return None
-    dims = tuple(
-        dim if isinstance(dim, int) else _COPIED if old[i : i + 1] == [dim] else _INFERRED
-        for i, dim in enumerate(result.shape)
-    )
-    return dims if dims.count(_INFERRED) <= 1 and 0 not in result.shape else None
+def constant(values: Sequence[int]) -> ir.Node:
+    """A Constant of int64."""
+    return ir.node("Constant", [], {"value": ir.tensor([*values], dtype=ir.DataType.INT64)})
+
+
+def batch_target(graph: ir.Graph, rest: Sequence[int]) -> list[ir.Node]:
+    """Nodes of which the last gives [B, *rest]; the first input of the graph is [B,..].
+
+    B is read off an input [B] if there is one: ONNX Runtime folds a Shape only where all of it is
+    known, which in a graph for one sequence it then is.
+    """
+    inputs = list(graph.inputs)
+    source = next((x for x in inputs if _dims(x) == _dims(inputs[0])[:1]), inputs[0])
+    batch = ir.node("Shape", [source], {"start": 0, "end": 1})
+    others = constant(rest)
+    joined = ir.node("Concat", [batch.outputs[0], others.outputs[0]], {"axis": 0})
+    return [batch, others, joined]
 
 
 def _gather_rows(graph: ir.Graph, node: ir.Node) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from eagle3.export.shapes import batch_target, constant
 from eagle3.runtime.errors import ExportError
 
 # Rows of a weight [K,N] that share one scale, the largest that divides K is taken.
@@ -44,7 +45,7 @@ def store_for_matmul(model: ir.Model) -> None:
             _transpose_in_place(model, node, weight)
         elif len(weight.const_value.shape) == 2:
             for user in users:
-                _matmul_to_gemm(user, weight)
+                _matmul_to_gemm(model.graph, user, weight)
             model.graph.remove(node, safe=True)
 
 
@@ -88,23 +89,17 @@ def _transpose_in_place(model: ir.Model, node: ir.Node, weight: ir.Value) -> Non
     model.graph.initializers.pop(weight.name)
 
 
-def _matmul_to_gemm(matmul: ir.Node, weight: ir.Value) -> None:
-    """x [..,K] @ weight.T with weight [N,K] -> Reshape, Gemm(transB), Reshape."""
+def _matmul_to_gemm(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
+    """x [B,N,K] @ weight.T with weight [V,K] -> Reshape, Gemm(transB), Reshape."""
     x = matmul.inputs[0]
     assert weight.const_value is not None
     width, depth = weight.const_value.shape.numpy()
-
-    def constant(values: list[int]) -> ir.Node:
-        return ir.node("Constant", [], {"value": ir.tensor(values, dtype=ir.DataType.INT64)})
-
-    flat_shape, columns = constant([-1, depth]), constant([width])
+    flat_shape = constant([-1, depth])
     flat = ir.node("Reshape", [x, flat_shape.outputs[0]])
     gemm = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1})
-    leading = ir.node("Shape", [x], {"end": -1})
-    shape = ir.node("Concat", [leading.outputs[0], columns.outputs[0]], {"axis": 0})
-    out = ir.node("Reshape", [gemm.outputs[0], shape.outputs[0]])
-    nodes = [flat_shape, flat, gemm, leading, columns, shape, out]
-    _replace(matmul, nodes, out.outputs[0])
+    target = batch_target(graph, [-1, width])
+    out = ir.node("Reshape", [gemm.outputs[0], target[-1].outputs[0]])
+    _replace(matmul, [flat_shape, flat, gemm, *target, out], out.outputs[0])
 
 
 def embedding_name(model: ir.Model) -> str:

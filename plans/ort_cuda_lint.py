@@ -57,12 +57,20 @@ def lint_ort_cuda(path: Path) -> None:
 def _faults(model: onnx.ModelProto) -> Iterator[str]:
     nodes = [*nodes_of(model.graph)]
     fixed = {tensor.name for tensor in model.graph.initializer} | {""}
-    fixed |= {node.output[0] for node in nodes if node.op_type == "Constant"}
-    for node in nodes:
+    inputs = {v.name for v in model.graph.input if len(v.type.tensor_type.shape.dim) == 1}
+    for node in nodes:  # inputs stand before the nodes that read them
         if node.domain not in ("", "ai.onnx"):
             yield f"{say_node(node)} is of {node.domain}, export with --lowering portable"
+        elif set(node.input) <= fixed or _is_batch(node, inputs):
+            fixed.update(node.output)  # folded when it is loaded
         elif node.op_type in _ON_HOST:
             yield f"{say_node(node)} runs there"
         for index in _READ_BY_HOST.get(node.op_type, ()):
             if index < len(node.input) and node.input[index] not in fixed:
                 yield f"{say_node(node)} waits for {node.input[index]!r}, which is no constant"
+
+
+def _is_batch(node: onnx.NodeProto, inputs: set[str]) -> bool:
+    """The batch, read off one of `inputs`, which have no other dimension: the runtime loads the
+    graph for one sequence. Off an input of more dimensions it would not be folded."""
+    return node.op_type == "Shape" and node.input[0] in inputs

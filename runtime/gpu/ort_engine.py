@@ -80,6 +80,7 @@ class OrtCuda:
     def _options(self) -> Any:
         options = self.module.SessionOptions()
         options.log_severity_level = 4  # failures come back as exceptions
+        options.add_free_dimension_override_by_name("B", 1)  # a shape that is left is then folded
         options.enable_mem_pattern = False  # with it, a second call allocates too: in a capture
         for key in (
             "session.disable_cpu_ep_fallback",

@@ -23,7 +23,8 @@ def written(path: Path, *nodes: onnx.NodeProto) -> Path:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 4])
     two = helper.make_tensor("two", TensorProto.INT64, [1], [2])
-    graph = helper.make_graph([FIXED, *nodes], "g", [x], [y], [two])
+    past = helper.make_tensor_value_info("past", TensorProto.INT64, ["B"])
+    graph = helper.make_graph([FIXED, *nodes], "g", [x, past], [y], [two])
     onnx.save(helper.make_model(graph), path)
     return path
 
@@ -34,6 +35,11 @@ def written(path: Path, *nodes: onnx.NodeProto) -> Path:
         [helper.make_node("Reshape", ["x", "fixed"], ["y"])],
         [helper.make_node("ReduceSum", ["x", "two"], ["y"])],
         [helper.make_node("Slice", ["x", "two", "two", "", "two"], ["y"])],
+        [
+            helper.make_node("Shape", ["past"], ["batch"], start=0, end=1),
+            helper.make_node("Concat", ["batch", "two"], ["both"], axis=0),
+            helper.make_node("Expand", ["x", "both"], ["y"]),
+        ],
     ],
 )
 def test_constants_are_no_fault(tmp_path: Path, nodes: list[onnx.NodeProto]) -> None:

@@ -32,6 +32,10 @@ class Options:
     def add_session_config_entry(self, key: str, value: str) -> None:
         self.entries[key] = value
 
+    def add_free_dimension_override_by_name(self, name: str, size: int) -> None:
+        if (name, size) != ("B", 1):
+            raise RuleBroken(f"{name} is taken to be {size}: calls of another size fail")
+
     add_run_config_entry = add_session_config_entry
 
 
