@@ -1,16 +1,18 @@
 """Losslessness and times of bundles on an NVIDIA GPU; says "no GPU" and exits 0 without one.
 
-    python bench/gpu_check.py [BUNDLE...] [--backend tensorrt-rtx] [--wheels FOLDER]
-        [--cubin FILE] [--seconds 480] [--max-new-tokens 128] [--json OUT]
+    python bench/gpu_check.py [BUNDLE...] [--backend ort-cuda] [--backend tensorrt-rtx]
+        [--wheels FOLDER] [--cubin FILE] [--seconds 480] [--max-new-tokens 128] [--json OUT]
 
 First the kernels and the driver alone (`gpu_kernels.py`), which needs no TensorRT; --cubin: the
 kernels, compiled elsewhere by `gpu_check.py --compile 9.0 FILE`, where there is no NVRTC.
-BUNDLE: exported with --lowering portable; several (a chain, a tree) make several rows of the table.
-Plan files that are missing or for another GPU are built with `eagle3 build`. --wheels: packages
-that are not there are installed from this folder alone. What does not fit into --seconds is left
-out and named. Each bundle: greedy and `coupled` texts with a draft against those without, the first
-divergence with its margin and the noise between wide and narrow calls; tokens per second; what a
-round costs, beside the time of its two halves on the device; waits and bytes of a greedy round.
+BUNDLE: exported with --lowering portable; several (a chain, a tree) make several rows of the table,
+under each backend: those that are named, else ONNX Runtime's CUDA provider and every TensorRT that
+are installed. Plan files that are missing or for another GPU are built with `eagle3 build`.
+--wheels: packages that are not there are installed from this folder alone. What does not fit into
+--seconds is left out and named. Each bundle: greedy and `coupled` texts with a draft against those
+without, the first divergence with its margin and the noise between wide and narrow calls; tokens
+per second; what a round costs, beside the time of its two halves on the device; waits and bytes of
+a greedy round.
 """
 
 from __future__ import annotations
@@ -23,12 +25,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
-PACKAGES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+PACKAGES = {  # backend -> what has to be there: module, package
+    "ort-cuda": ("onnxruntime", "onnxruntime-gpu"),
+    "tensorrt": ("tensorrt", "tensorrt"),
+    "tensorrt-rtx": ("tensorrt_rtx", "tensorrt-rtx"),
+}
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "coupled": {"temperature": 0.8, "acceptance": "coupled"},
@@ -59,9 +66,11 @@ class Equality:
 
 @dataclass
 class Row:
-    """One bundle. Times in milliseconds; host_ms: of a round, outside its halves on the device."""
+    """One bundle under one backend. Times in milliseconds; host_ms: of a round, outside its halves
+    on the device."""
 
     bundle: str
+    backend: str
     equality: list[Equality] = field(default_factory=list)
     plain_tokens_per_second: float = 0.0
     draft_tokens_per_second: float = 0.0
@@ -106,11 +115,10 @@ def check_kernels(cubin: Path | None) -> str:
     return f"{said} with Python on 200 rounds, {accepted} draft tokens accepted"
 
 
-def install(wheels: Path | None, backend: str | None) -> None:
+def install(wheels: Path | None, backends: Sequence[str]) -> None:
     """Installs what cannot be imported, from the folder alone."""
     needed = {"cuda": "cuda-bindings", "nvidia": "nvidia-cuda-nvrtc"}
-    if backend is not None:
-        needed[PACKAGES[backend]] = backend
+    needed |= dict(PACKAGES[backend] for backend in backends)
     missing = [package for module, package in needed.items() if not _there(module)]
     if missing and wheels is not None:
         command = [sys.executable, "-m", "pip", "install", "--no-index", "--find-links"]
@@ -119,6 +127,14 @@ def install(wheels: Path | None, backend: str | None) -> None:
 
 def _there(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
+
+
+def installed_backends() -> list[str]:
+    """Those that can be tried here."""
+    from eagle3.runtime.gpu.ort_engine import has_cuda_provider
+
+    found = [name for name, (module, _) in PACKAGES.items() if _there(module)]
+    return [name for name in found if name != "ort-cuda" or has_cuda_provider()]
 
 
 def load(bundle: str, backend: str) -> Any:
@@ -197,7 +213,7 @@ def measure(engine: Any, prompts: Sequence[str], row: Row, options: dict[str, An
 
 
 def lines(row: Row) -> Iterator[str]:
-    yield row.bundle
+    yield f"{row.bundle} ({row.backend})"
     for each in row.equality:
         verdict = "passed" if each.passed else "FAILED"
         margins = ", ".join(f"{value:.1e}" for value in each.margins) or "none"
@@ -225,7 +241,7 @@ def lines(row: Row) -> Iterator[str]:
 
 @click.command(help=__doc__.splitlines()[0])
 @click.argument("bundles", nargs=-1)
-@click.option("--backend", type=click.Choice([*PACKAGES]), default="tensorrt-rtx")
+@click.option("--backend", "backends", type=click.Choice([*PACKAGES]), multiple=True)
 @click.option("--wheels", type=click.Path(exists=True, path_type=Path))
 @click.option("--cubin", type=click.Path(exists=True, path_type=Path))
 @click.option(
@@ -237,7 +253,7 @@ def lines(row: Row) -> Iterator[str]:
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(
     bundles: Sequence[str],
-    backend: str,
+    backends: Sequence[str],
     wheels: Path | None,
     cubin: Path | None,
     compiled: tuple[str, str] | None,
@@ -254,11 +270,12 @@ def main(
     if reason is not None:
         click.echo(f"no GPU here ({reason}): nothing was checked")
         return
-    install(wheels, backend if bundles else None)
+    install(wheels, backends if bundles else ())
     click.echo(check_kernels(cubin))
     rows: list[Row] = []
-    for bundle in bundles:
-        rows.append(check_bundle(bundle, backend, end, first, {"max_new_tokens": max_new_tokens}))
+    options = {"max_new_tokens": max_new_tokens}
+    for bundle, backend in product(bundles, backends or installed_backends()):
+        rows.append(check_bundle(bundle, backend, end, first, options))
         click.echo("\n".join(lines(rows[-1])))
         if output is not None:
             output.write_text(json.dumps([asdict(each) for each in rows], indent=2))
@@ -277,7 +294,7 @@ def check_bundle(bundle: str, backend: str, end: float, first: int, options: dic
     """Everything about one bundle that can still be started before `end`."""
     from eagle3.runtime.prompts import PROMPTS
 
-    row = Row(bundle)
+    row = Row(bundle, backend)
     if time.monotonic() > end:
         row.left_out = [*RULES, "times"]
         return row

@@ -91,6 +91,11 @@ def check_backend(plan: Plan) -> None:
             f"lowering is {plan.lowering}, whose attention backend {backend} does not know:"
             " choose portable"
         )
+    if backend == "ort-cuda" and plan.draft_weights == "int8":
+        raise PlanError(
+            "draft_weights is int8, whose blocks backend ort-cuda has no kernel for: choose same,"
+            f" or backend {' or '.join(TENSORRT_BACKENDS)}"
+        )
     if backend in TENSORRT_BACKENDS:
         return
     for name in ("compute_capability", "workspace_bytes"):

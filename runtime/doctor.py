@@ -172,10 +172,11 @@ def cuda_driver() -> tuple[str, bool]:
 
 
 def _cuda() -> Finding:
-    """What `--device cuda` needs: a driver with a GPU, TensorRT, the bindings, NVRTC."""
+    """What `--device cuda` needs: a driver with a GPU, something that runs engines there, the
+    bindings, NVRTC."""
     driver, starts = cuda_driver()
     names = {
-        "TensorRT": _first_installed(_TENSORRT_PACKAGES),
+        "TensorRT or onnxruntime-gpu": _first_installed((*_TENSORRT_PACKAGES, "onnxruntime-gpu")),
         "cuda-bindings": _first_installed(("cuda-bindings",)),
         "NVRTC": _first_installed(_NVRTC_PACKAGES),
     }
@@ -186,8 +187,8 @@ def _cuda() -> Finding:
         return Finding("device cuda", f"no: {value}")
     if missing:
         advice = (
-            f"for --device cuda, {' and '.join(missing)}: pip install 'eagle3[tensorrt]', or"
-            " 'eagle3[tensorrt-rtx]' and then --no-deps tensorrt-rtx-cu13"
+            f"for --device cuda, {' and '.join(missing)}: pip install 'eagle3[gpu]', or"
+            " 'eagle3[tensorrt]', or 'eagle3[tensorrt-rtx]' and then --no-deps tensorrt-rtx-cu13"
         )
         return Finding("device cuda", f"no: {value}; missing: {', '.join(missing)}", advice)
     return Finding("device cuda", f"yes: {value}")

@@ -23,6 +23,8 @@ from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.session import Bound
 from eagle3.runtime.target import bound_target
 
+_WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call
+
 
 class Halves:
     """Buffers, contexts and graphs. max_rows: of any call; widths: of a verification, ascending."""
@@ -130,10 +132,13 @@ class Halves:
         if draft is not None and engines.draft is not None:
             one = self._driver.allocate_host(8)
             one.view(np.int64)[0] = 1
-            self._driver.upload(draft.num_rows, one, 8)
             shapes = _shapes(engines.bound_draft(), engines.round_rows)
             call = engines.draft.call(shapes, draft.addresses(), self._scratch)
-            self.draft_graph = self._captured(call, partial(self._draft_half, call, draft))
+            self.draft_graph = self._captured(
+                call,
+                partial(self._draft_half, call, draft),
+                partial(self._driver.upload, draft.num_rows, one, 8),
+            )
         addresses = own.addresses(own.rows)
         for width in widths:
             shapes = _shapes(bound_target(engines.manifest), width, width)
@@ -143,10 +148,14 @@ class Halves:
         self.clear()
         self._driver.synchronize()
 
-    def _captured(self, call: DeviceCall, issue: Callable[[], Any]) -> Graph:
-        """The first call of a shape sets up what must not happen inside a capture."""
-        issue()
-        self._driver.synchronize()
+    def _captured(
+        self, call: DeviceCall, issue: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
+    ) -> Graph:
+        """The first calls of a shape set up what must not happen inside a capture."""
+        for _ in range(_WARM_UPS):
+            prepare()
+            issue()
+            self._driver.synchronize()
         call.check_capturable()
         with self._driver.capture() as graphs:
             issue()

@@ -2,7 +2,7 @@
 
 The provider launches on the driver's stream (`user_compute_stream`), every tensor is bound where it
 lies on the device, and no node may fall back to the CPU. A call then is launches and nothing else:
-it allocates from its arena, which after a first call of the same shapes has enough, and it does not
+it allocates from its arena, which after two calls of the same shapes has enough, and it does not
 wait. So `halves.py` captures it as it captures TensorRT. The provider's own graphs
 (`enable_cuda_graph`, `gpu_graph_id`) would hold the engine alone, and each belongs to the thread
 that captured it (docs/decisions.md).
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing
+from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing, PlanError
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.gpu.engines import TARGET, Engines, Shape, growing_draft, round_rows
 from eagle3.runtime.growth import ENGINE as DRAFT_TREE
@@ -187,14 +187,20 @@ class OrtCall:
 
 
 def load_ort_engines(bundle: Bundle, library: OrtCuda, driver: Driver) -> Engines:
-    """Raises BundleError, DeviceError, EngineMissing."""
+    """Raises BundleError, DeviceError, EngineMissing, PlanError."""
     manifest, plan = bundle.manifest, bundle.manifest.plan
+    drafter, draft, rows = growing_draft(manifest), None, 1
+    if drafter is not None and plan.draft_weights == "int8":
+        raise PlanError(
+            f"the weights of draft {drafter} are int8 in blocks, for which ONNX Runtime's CUDA"
+            " provider has no kernel: export with --draft-weights same, or run `eagle3 build"
+            f" {bundle.root}` and load with a TensorRT backend"
+        )
 
     def load(name: str, bound: Bound) -> OrtEngine:
         return OrtEngine(bundle, name, bound, library, driver)
 
     target = load(TARGET, bound_target(manifest))
-    drafter, draft, rows = growing_draft(manifest), None, 1
     if drafter is not None:
         info = manifest.drafts[drafter]
         draft = load(engine_name(drafter, DRAFT_TREE), bound_growth(manifest, info))

@@ -269,7 +269,7 @@ def test_int8_scales_have_the_dtype_of_bfloat16_graphs(
     """No CPU runs them: at least their types agree, which ONNX checks at every node."""
     head = tiny.save_head(tmp_path / "head", small, draft_vocab_size=8, aux_layer_ids=(0, 1, 2))
     plan = tiny.tiny_plan(
-        draft_weights="int8", dtype="bfloat16", lowering="portable", backend="ort-cuda"
+        draft_weights="int8", dtype="bfloat16", lowering="portable", backend="tensorrt"
     )
     bundle = tiny.export_tiny(small_folder, head, tmp_path / "out", plan)
     for name, engine in bundle.manifest.engines.items():

@@ -17,6 +17,7 @@ from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.drafters import DRAFTERS
+from eagle3.runtime.errors import ExportError
 
 
 def test_export_options_become_a_request(
@@ -33,7 +34,7 @@ def test_export_options_become_a_request(
     target = tmp_path / "models" / "my target"
     given = [
         *("export", "--target", target, "--draft", "org/head", "-o", tmp_path / "out"),
-        *("--lowering", "portable", "--dtype", "bfloat16", "--draft-weights", "int8"),
+        *("--lowering", "portable", "--dtype", "float16", "--draft-weights", "int8"),
         *("--max-seq-len", "512", "--prefill-chunk", "32", "--max-draft-tokens", "16"),
         *("--draft-top-k", "4", "--draft-depth", "3", "--num-draft-tokens", "8"),
         *("--aux-layers", "2,15,27", "--trust-remote-code", "--force"),
@@ -46,7 +47,7 @@ def test_export_options_become_a_request(
     request = requests[0]
     assert request.target == str(target) and request.drafts == (DraftSource("org/head"),)
     assert request.plan == Plan(
-        512, 32, 16, TreePlan(4, 3, 8), "bfloat16", "int8", "portable", "ort-cuda"
+        512, 32, 16, TreePlan(4, 3, 8), "float16", "int8", "portable", "ort-cpu"
     )
     assert request.aux_layer_ids == (2, 15, 27)
     assert request.trust_remote_code and request.force
@@ -56,6 +57,30 @@ def test_export_options_become_a_request(
     assert requests[1].plan == request.plan
     assert requests[1].target == "my target" and requests[1].output == Path("out")
     assert requests[1].command == request.command
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "lowering"),
+    [
+        (("--dtype", "bfloat16"), "ort-cuda", "portable"),
+        (("--backend", "ort-cuda"), "ort-cuda", "portable"),
+        (("--backend", "tensorrt", "--dtype", "bfloat16"), "tensorrt", "portable"),
+        (("--dtype", "float16"), "ort-cpu", "ort"),
+    ],
+)
+def test_what_follows_from_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], backend: str, lowering: str
+) -> None:
+    """A backend of a GPU needs `portable`; no CPU runs bfloat16."""
+    asked: list[Any] = []
+
+    def stop(request: Any, report: Any) -> Any:
+        asked.append(request.plan)
+        raise ExportError("enough")
+
+    monkeypatch.setattr(build, "export_bundle", stop)
+    assert call("export", "--target", "t", "-o", "o", "--draft", "none", *flags).exit_code == 1
+    assert (asked[0].backend, asked[0].lowering) == (backend, lowering)
 
 
 def test_export_defaults_are_the_plans(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

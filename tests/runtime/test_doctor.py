@@ -82,7 +82,18 @@ GPU_PACKAGES = {"onnxruntime", "tensorrt", "cuda-bindings", "nvidia-cuda-nvrtc"}
         (GPU_PACKAGES, True, "yes: a driver; tensorrt 1.0, cuda-bindings 1.0", ""),
         (GPU_PACKAGES, False, "no: a driver; tensorrt 1.0", ""),
         (GPU_PACKAGES - {"nvidia-cuda-nvrtc"}, True, "missing: NVRTC", "NVRTC: pip install"),
-        ({"onnxruntime"}, True, "missing: TensorRT, cuda-bindings, NVRTC", "eagle3[tensorrt]"),
+        (
+            {"onnxruntime-gpu", "cuda-bindings", "nvidia-cuda-nvrtc"},
+            True,
+            "yes: a driver; onnxruntime-gpu 1.0, cuda-bindings 1.0",
+            "",
+        ),
+        (
+            {"onnxruntime"},
+            True,
+            "missing: TensorRT or onnxruntime-gpu, cuda-bindings, NVRTC",
+            "pip install 'eagle3[gpu]', or 'eagle3[tensorrt]'",
+        ),
     ],
 )
 def test_what_the_gpu_path_lacks(

@@ -43,7 +43,7 @@ def test_without_a_gpu_it_says_so_and_succeeds(script: Any) -> None:
 
 def test_what_it_finds_on_the_stand_in(script: Any, device: OnDevice) -> None:
     engine, prompts = device.engine, ["t5 t6 t7", "t9"]
-    row = script.Row("portable")
+    row = script.Row("portable", "tensorrt")
     options = {"max_new_tokens": 12}
     row.equality = [script.check(engine, prompts, rule, options) for rule in script.RULES]
     for each in row.equality:

@@ -15,7 +15,7 @@ from stand_in import RuleBroken, StandInDriver
 from stand_in_ort import Options, StandInOrt
 
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing
+from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing, PlanError
 from eagle3.runtime.gpu import load as gpu_load
 from eagle3.runtime.gpu import ort_engine
 from eagle3.runtime.gpu.driver import DeviceBuffer
@@ -57,15 +57,16 @@ def setup(portable: Bundle) -> Setup:
     return Setup(portable)
 
 
-def test_a_call_is_captured_after_a_first_one_of_its_shapes(setup: Setup) -> None:
+def test_a_call_is_captured_after_the_first_of_its_shapes(setup: Setup) -> None:
     engine = setup.engine()
     call, other = setup.call(engine, 3), setup.call(engine, 4)
-    call.enqueue()
+    for each in (call, call, other):
+        each.enqueue()
     call.check_capturable()
     setup.driver.synchronize()
     with setup.driver.capture() as graphs:
         call.enqueue()
-    with pytest.raises(EngineError, match="allocates"), setup.driver.capture():
+    with pytest.raises(EngineError, match="first two calls"), setup.driver.capture():
         other.enqueue()
     program = setup.module._programs["target"]
     program.widths.clear()  # type: ignore[attr-defined]
@@ -183,3 +184,12 @@ def test_a_bundle_without_a_draft(setup: Setup) -> None:
     engines = load_engines(bundle, OrtCuda(setup.module), setup.driver)
     assert (engines.draft, engines.drafter, engines.num_nodes) == (None, None, 1)
     assert engines.prefill_chunk == manifest.plan.prefill_chunk
+
+
+def test_int8_weights_are_refused_with_the_way_out(setup: Setup) -> None:
+    plan = replace(setup.bundle.manifest.plan, draft_weights="int8")
+    bundle = replace(setup.bundle, manifest=replace(setup.bundle.manifest, plan=plan))
+    with pytest.raises(PlanError, match="draft eagle3 are int8 .*--draft-weights same, or run"):
+        load_engines(bundle, OrtCuda(setup.module), setup.driver)
+    with pytest.raises(PlanError, match="draft_weights is int8, whose blocks backend ort-cuda has"):
+        replace(plan, backend="ort-cuda")
