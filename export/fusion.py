@@ -1,8 +1,9 @@
-"""Fewer, larger nodes for ONNX Runtime: norms, residual sums and rotary embeddings.
+"""Fewer, larger nodes: norms, residual sums and rotary embeddings.
 
 A decoder layer is written by transformers as dozens of small operations; on a CPU a call of one
-token spends a tenth of its time between them. onnxscript finds the patterns; what is not found
-stays as it was, so nothing here can change what an architecture computes.
+token spends a tenth of its time between them, and on a GPU each is a kernel. onnxscript finds the
+patterns; what is not found stays as it was, so nothing here can change what an architecture
+computes.
 """
 
 from __future__ import annotations
@@ -23,15 +24,49 @@ def fuse_for_ort(model: ir.Model) -> None:
     fuse_rms_normalization(model)
     if all(_of_one_dtype(node) for node in model.graph if node.op_type.endswith(_NORM)):
         fuse_skip_rms_normalization(model)
+    _fuse_rotary(model, _MicrosoftRotary)
+
+
+def fuse_standard(model: ir.Model) -> None:
+    """As `fuse_for_ort`, into operators of ONNX itself, which every engine has or takes apart.
+
+    Norms stay in single steps, but divide by the root as ONNX Runtime expects it of a norm: it
+    fuses them when it loads the graph.
+    """
+    _fuse_rotary(model, _StandardRotary)
+    for node in [n for n in model.graph if n.op_type == "Reciprocal"]:
+        root = node.inputs[0]
+        assert root is not None
+        source = root.producer()
+        for user, index in list(node.outputs[0].uses()):
+            if user.op_type == "Mul" and source is not None and source.op_type == "Sqrt":
+                _divide(model, user, user.inputs[1 - index], root)
+
+
+def _divide(model: ir.Model, product: ir.Node, x: ir.Value | None, root: ir.Value) -> None:
+    quotient = ir.node("Div", [x, root])
+    old, new = product.outputs[0], quotient.outputs[0]
+    new.shape, new.type = old.shape, old.type
+    ir.convenience.replace_nodes_and_values(
+        model.graph, product, [product], [quotient], [old], [new]
+    )
+
+
+def _fuse_rotary(
+    model: ir.Model, tables_of: type[_MicrosoftRotary] | type[_StandardRotary]
+) -> None:
     fuse_rotary_embedding(model)
-    tables: dict[tuple[str | None, ...], _RotaryTables] = {}
+    tables: dict[tuple[str | None, ...], _MicrosoftRotary | _StandardRotary] = {}
     for node in [n for n in model.graph if (n.domain, n.op_type) == _FUSED_ROTARY]:
-        _, cos, sin = node.inputs
-        assert cos is not None and sin is not None
+        x, cos, sin = node.inputs
+        assert x is not None and cos is not None and sin is not None
         key = (cos.name, sin.name)
         if key not in tables:
-            tables[key] = _RotaryTables(model, node, cos, sin)
-        _write_rotary(model, node, tables[key])
+            tables[key] = tables_of(model, node, cos, sin)
+        rotary = tables[key].node(x)
+        old, new = node.outputs[0], rotary.outputs[0]
+        new.shape, new.type = old.shape, old.type
+        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [rotary], [old], [new])
     model.functions.clear()
     model.opset_imports.pop(_FUSED_ROTARY[0], None)
 
@@ -44,10 +79,30 @@ def _of_one_dtype(norm: ir.Node) -> bool:
     return x is not None and scale is not None and x.dtype == scale.dtype
 
 
-class _RotaryTables:
-    """cos and sin of a call's rows as the operator wants them: caches [B*N, D/2] and the row
-    numbers [B,N] that index them. Written once in front of the first node that uses them.
-    """
+class _StandardRotary:
+    """ONNX's RotaryEmbedding: cos and sin of the rows, [B,N,D/2], made once in front of the first
+    node that uses them."""
+
+    def __init__(self, model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value) -> None:
+        nodes: list[ir.Node] = []
+        assert cos.shape is not None and isinstance(cos.shape[-1], int)
+        bounds = [_constant(nodes, [value]) for value in (0, cos.shape[-1] // 2, -1)]
+        axis = _constant(nodes, [1])
+        self._tables = []
+        for table in (cos, sin):  # [B,1,N,D], both halves alike
+            nodes.append(ir.node("Slice", [table, *bounds]))
+            nodes.append(ir.node("Squeeze", [nodes[-1].outputs[0], axis]))
+            self._tables.append(nodes[-1].outputs[0])
+        model.graph.insert_before(before, nodes)
+
+    def node(self, x: ir.Value) -> ir.Node:
+        """Of x [B,H,N,D]."""
+        return ir.node("RotaryEmbedding", [x, *self._tables])
+
+
+class _MicrosoftRotary:
+    """ONNX Runtime's own: caches [B*N, D/2] and the row numbers [B,N] that index them, made once in
+    front of the first node that uses them."""
 
     def __init__(self, model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value) -> None:
         nodes: list[ir.Node] = []
@@ -59,7 +114,7 @@ class _RotaryTables:
 
         assert cos.shape is not None and isinstance(cos.shape[-1], int)
         half = cos.shape[-1] // 2
-        self.cos, self.sin = (
+        self._cos, self._sin = (
             add("Reshape", add("Slice", table, [0], [half], [-1]), [-1, half])
             for table in (cos, sin)
         )
@@ -67,24 +122,16 @@ class _RotaryTables:
         shape = add("Gather", add("Shape", cos), [0, 2])
         ones = add("Expand", [1], add("Reshape", add("ReduceProd", shape), [1]))
         count = add("Sub", add("CumSum", ones, add("Squeeze", [0])), [1])
-        self.rows = add("Reshape", count, shape)
+        self._rows = add("Reshape", count, shape)
         model.graph.insert_before(before, nodes)
+
+    def node(self, x: ir.Value) -> ir.Node:
+        """Of x [B,H,N,D]."""
+        inputs = [x, self._rows, self._cos, self._sin]
+        return ir.node("RotaryEmbedding", inputs, {"interleaved": 0}, domain="com.microsoft")
 
 
 def _constant(nodes: list[ir.Node], values: list[int]) -> ir.Value:
     tensor = ir.tensor(values, dtype=ir.DataType.INT64)
     nodes.append(ir.node("Constant", [], {"value": tensor}))
     return nodes[-1].outputs[0]
-
-
-def _write_rotary(model: ir.Model, node: ir.Node, tables: _RotaryTables) -> None:
-    """x [B,H,N,D] -> com.microsoft.RotaryEmbedding."""
-    rotary = ir.node(
-        "RotaryEmbedding",
-        [node.inputs[0], tables.rows, tables.cos, tables.sin],
-        {"interleaved": 0},
-        domain="com.microsoft",
-    )
-    old, new = node.outputs[0], rotary.outputs[0]
-    new.shape, new.type = old.shape, old.type
-    ir.convenience.replace_nodes_and_values(model.graph, node, [node], [rotary], [old], [new])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from eagle3.export.attention import Lowering, lower_attention
 from eagle3.export.experts import lower_experts
-from eagle3.export.fusion import fuse_for_ort
+from eagle3.export.fusion import fuse_for_ort, fuse_standard
 from eagle3.export.shapes import fix_shapes
 from eagle3.export.weights import swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel
@@ -110,8 +110,8 @@ def trace_unlowered(
     model = onnx_program.model
     optimize_ir(model, should_fold=_may_fold)
     onnx_fusions.fuse(model)
-    if lowering.fuses:
-        fuse_for_ort(model)
+    fuse = fuse_for_ort if lowering.fuses else fuse_standard
+    fuse(model)
     fix_shapes(model)
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
