@@ -67,6 +67,7 @@ def load_target(
         _refuse_length(config, max_seq_len)
         model, loading = AutoModelForCausalLM.from_pretrained(
             **where,
+            config=config,  # a GGUF file's is not read again
             dtype=DTYPES[dtype],
             trust_remote_code=trust_remote_code,
             output_loading_info=True,

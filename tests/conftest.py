@@ -1,7 +1,8 @@
-"""Bundles that many tests share; each is exported once a session."""
+"""Bundles that many tests share; each is exported once a run."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,31 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from once import exported_once
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import eagle3
 from eagle3.runtime.bundle import Bundle
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files of the runtime, which are quick, come last: so all workers end together."""
+    items.sort(key=lambda item: "runtime" in item.path.parts)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
     """Matrices this small are far slower on more threads, most of all on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_operator_registry() -> Iterator[None]:
+    """PyTorch's exporter reads the sources of 500 functions anew for every graph: 0.4 s each."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(ONNXRegistry.from_torchlib)
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +59,38 @@ def bundle(
     llama_folder: Path, head_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Bundle:
     """`llama` with its random, that is hostile, head. Tests must not write into it."""
-    return tiny.export_tiny(llama_folder, head_folder, tmp_path_factory.mktemp("bundles") / "llama")
+    return exported_once(tmp_path_factory, "llama", llama_folder, head_folder)
+
+
+@pytest.fixture(scope="session")
+def portable_bundle(
+    llama_folder: Path, head_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Bundle:
+    """`bundle` in the other lowering."""
+    return exported_once(
+        tmp_path_factory,
+        "llama-portable",
+        llama_folder,
+        head_folder,
+        tiny.tiny_plan(lowering="portable"),
+    )
 
 
 @pytest.fixture(scope="session")
 def engine(bundle: Bundle) -> Iterator[eagle3.Engine]:
     """The engine of `bundle`."""
     yield eagle3.load(bundle.root, threads=1)
+
+
+@pytest.fixture(scope="session")
+def shallow() -> Any:
+    """`llama` of two layers, quicker to export: for tests of a head alone, whatever its target."""
+    return tiny.tiny_model("llama", num_layers=2, scale=2.0)
+
+
+@pytest.fixture(scope="session")
+def shallow_folder(shallow: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save_target(tmp_path_factory.mktemp("shallow"), shallow)
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +111,7 @@ def small_bundle(
     """`small` with a random head whose draft vocabulary is 8."""
     folder = tmp_path_factory.mktemp("small_head")
     head = tiny.save_head(folder, small, draft_vocab_size=8, aux_layer_ids=(0, 1, 2))
-    return tiny.export_tiny(small_folder, head, tmp_path_factory.mktemp("bundles") / "small")
+    return exported_once(tmp_path_factory, "small", small_folder, head)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +133,9 @@ def windowed_bundle(windowed: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     target = tiny.save_target(folder / "target", windowed)
     trained = {"aux_layer_ids": (0, 1, 2), "max_position_embeddings": 16}
     head = tiny.save_head(folder / "head", windowed, **trained)
-    return tiny.export_tiny(target, head, folder / "bundle", tiny.tiny_plan(lowering="portable"))
+    return exported_once(
+        tmp_path_factory, "windowed", target, head, tiny.tiny_plan(lowering="portable")
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Exports that several files of this folder look at; each is made once a session.
+"""Exports that several files of this folder look at; each is made once a run.
 
 Letters as in the package: B batch, N rows of a call, M rows with logits, S capacity, d hidden,
 V vocabulary, Vd draft vocabulary.
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from once import exported_once
 
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.session import Clock
@@ -72,21 +73,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
         key = (architecture, lowering)
         if key not in made:
             model, folder = models[architecture]
-            output = tmp_path_factory.mktemp("bundles") / f"{architecture}-{lowering}"
             plan = tiny.tiny_plan(lowering=lowering)
-            made[key] = Exported(model, folder, tiny.export_tiny(folder, None, output, plan))
+            name = f"{architecture}-alone-{lowering}"
+            bundle = exported_once(tmp_path_factory, name, folder, None, plan)
+            made[key] = Exported(model, folder, bundle)
         return made[key]
 
     return export
-
-
-@pytest.fixture(scope="session")
-def portable_bundle(
-    llama_folder: Path, head_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Bundle:
-    """The bundle of the root fixture `bundle`, in the other lowering."""
-    output = tmp_path_factory.mktemp("bundles") / "llama-portable"
-    return tiny.export_tiny(llama_folder, head_folder, output, tiny.tiny_plan(lowering="portable"))
 
 
 @pytest.fixture(params=LOWERINGS, scope="session")

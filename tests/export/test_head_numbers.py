@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,18 @@ def test_the_layer_follows_its_config(llama: Any, tmp_path: Path, config: dict[s
 
 
 def test_scores_beyond_float16_do_not_reach_masked_rows(
-    llama: Any, llama_folder: Path, tmp_path: Path
+    shallow: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     """Of a barely trained head they are 1e6; a mask of -65504 let through what it hid."""
-    folder = tiny.save_head(tmp_path / "head", llama, draft_vocab_size=40)
+    folder = tiny.save_head(
+        tmp_path / "head", shallow, draft_vocab_size=40, aux_layer_ids=(0, 1, 2)
+    )
     weights = load_file(folder / "model.safetensors")
     for name in "qk":
         weights[f"midlayer.self_attn.{name}_proj.weight"] *= 300
     save_file(weights, folder / "model.safetensors")
-    bundle = tiny.export_tiny(llama_folder, folder, tmp_path / "bundle")
-    plain = PlainHead(folder, llama.get_input_embeddings().weight)
-    ids = read_head(folder, FACTS).target_ids
+    bundle = tiny.export_tiny(shallow_folder, folder, tmp_path / "bundle")
+    plain = PlainHead(folder, shallow.get_input_embeddings().weight)
+    ids = read_head(folder, replace(FACTS, num_layers=2)).target_ids
     features = np.random.default_rng(0).normal(size=(14, 96)).astype(np.float32)
     check_draft_tree(DraftEngine(bundle, 1, Clock()), plain, ids, features)

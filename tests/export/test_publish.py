@@ -17,12 +17,6 @@ from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import ExportError, SelfCheckFailed
 
 
-@pytest.fixture(scope="module")
-def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny.tiny_model("llama", num_layers=2, scale=2.0)
-    return tiny.save_target(tmp_path_factory.mktemp("shallow"), model)
-
-
 def request_of(target: Path, output: Path, **options: Any) -> ExportRequest:
     fields: dict[str, Any] = {"drafts": (), "plan": tiny.tiny_plan(), **options}
     return ExportRequest(target=str(target), output=output, **fields)

@@ -75,21 +75,20 @@ def test_both_ways_take_turns_on_one_cache(name: str, request: pytest.FixtureReq
 
 
 def test_int8_weights_grow_the_same_trees(
-    llama_folder: Path, head_folder: Path, tmp_path: Path
+    shallow: Any, shallow_folder: Path, tmp_path: Path
 ) -> None:
     """And they are in the files of the other engines: the graph brings none of its own."""
     plan = tiny.tiny_plan(draft_weights="int8")
-    bundle = tiny.export_tiny(llama_folder, head_folder, tmp_path / "bundle", plan)
+    options: dict[str, Any] = {"draft_vocab_size": 40, "aux_layer_ids": (0, 1, 2)}
+    head = tiny.save_head(tmp_path / "head", shallow, **options)
+    bundle = tiny.export_tiny(shallow_folder, head, tmp_path / "bundle", plan)
     rng, pair = np.random.default_rng(1), Pair(bundle)
     pair.tell("reset")
     for _ in range(12):
         pair.tell("observe", rng.integers(0, 64, 3), rng.normal(size=(3, 96)).astype(np.float32))
         pair.propose(int(rng.integers(0, 64)), plan.tree)
-    own = bundle.root / "draft_tree.onnx.data"
-    assert (
-        not own.exists()
-        or own.stat().st_size < (bundle.root / "draft.onnx.data").stat().st_size / 8
-    )
+    own, draft = (bundle.root / f"{name}.onnx.data" for name in (ENGINE, "eagle3.draft"))
+    assert not own.exists() or own.stat().st_size < draft.stat().st_size / 8
 
 
 def test_a_request_grows_in_one_call_a_round(engine: eagle3.Engine) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
+from once import made_once
 
 from eagle3.train.data_request import DataRequest
 from eagle3.train.target_files import TargetTexts, export_target, read_target_texts
@@ -37,9 +38,11 @@ def texts(talker: Path) -> TargetTexts:
 @pytest.fixture(scope="session")
 def talker_bundle(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run exports into its folder."""
-    folder = tmp_path_factory.mktemp("bundles") / "talker"
-    export_target(str(talker), folder, MAX_LEN, lambda _: None)
-    return folder
+
+    def export(output: Path) -> None:
+        export_target(str(talker), output, MAX_LEN, lambda _: None)
+
+    return made_once(tmp_path_factory, "talker", export)
 
 
 Asked = Callable[..., DataRequest]

@@ -22,20 +22,21 @@ from eagle3.train.measure import Evaluation, Task
 from eagle3.train.request import EvalRequest
 
 TREE = TreePlan(2, 3, 5)
+LAYERS = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def request_(
-    llama_folder: Path, head_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    shallow: Any, shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> EvalRequest:
-    """The random head's, on two tasks; its bundle is made once."""
+    """A random head's, on two tasks; its bundle is made once."""
     folder = tmp_path_factory.mktemp("eval")
     for name, words in (("one", ["t3 t4", "t5"]), ("two", ["t6 t7 t8"])):
         lines = [json.dumps({"turns": [text, "t9"]}) for text in words]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     return EvalRequest(
-        str(llama_folder),
-        head_folder,
+        str(shallow_folder),
+        tiny.save_head(folder / "head", shallow, draft_vocab_size=40, aux_layer_ids=LAYERS),
         (folder / "one.jsonl", folder / "two.jsonl"),
         tree=TREE,
         max_new_tokens=24,
@@ -87,14 +88,15 @@ def test_requests_add_up() -> None:
     assert Evaluation((task,)).to_json()["mean_tau"] == pytest.approx(2.6)
 
 
-def test_a_kept_bundle_is_of_this_head(request_: EvalRequest, llama: Any, tmp_path: Path) -> None:
-    head = tiny.save_head(tmp_path / "head", llama, draft_vocab_size=40, seed=8)
+def test_a_kept_bundle_is_of_this_head(request_: EvalRequest, shallow: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"draft_vocab_size": 40, "aux_layer_ids": LAYERS}
+    head = tiny.save_head(tmp_path / "head", shallow, seed=8, **options)
     few = replace(request_, draft=head, bundle=tmp_path / "kept", prompts=request_.prompts[1:])
     evaluate(few)
     before = (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns
     evaluate(few)
     assert (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns == before
-    tiny.save_head(head, llama, draft_vocab_size=40, seed=9)
+    tiny.save_head(head, shallow, seed=9, **options)
     evaluate(few)
     assert (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns != before
     (tmp_path / "foreign").mkdir()
@@ -117,9 +119,9 @@ def test_no_prompts_are_an_error(request_: EvalRequest) -> None:
 
 
 def test_teacher_forced_agreement_is_of_the_held_out_part(
-    request_: EvalRequest, llama_folder: Path, tmp_path: Path
+    request_: EvalRequest, shallow_folder: Path, tmp_path: Path
 ) -> None:
-    data_folder(tmp_path / "data", llama_folder, count=60)
+    data_folder(tmp_path / "data", shallow_folder, count=60)
     recipe = Recipe(
         epochs=6,
         batch_tokens=128,
@@ -127,6 +129,7 @@ def test_teacher_forced_agreement_is_of_the_held_out_part(
         draft_vocab_size=40,
         holdout=0.2,
         learning_rate=3e-3,
+        aux_layer_ids=LAYERS,
     )
     head = train_head(TrainRequest(tmp_path / "data", tmp_path / "head", recipe))
     curves = (head / "curves.csv").read_text().splitlines()
@@ -139,16 +142,17 @@ def test_teacher_forced_agreement_is_of_the_held_out_part(
 
 
 def test_a_head_of_other_data_says_so(
-    request_: EvalRequest, llama_folder: Path, tmp_path: Path
+    request_: EvalRequest, shallow_folder: Path, tmp_path: Path
 ) -> None:
     """What it has seen of them is not known: they are not held out."""
     data, said = tmp_path / "data", list[str]()
-    data_folder(data, llama_folder)
+    data_folder(data, shallow_folder)
     recipe = Recipe(max_steps=1, batch_tokens=64, draft_vocab_size=40, holdout=0.2)
-    head = train_head(TrainRequest(data, tmp_path / "head", recipe))
+    fused = replace(recipe, aux_layer_ids=LAYERS)
+    head = train_head(TrainRequest(data, tmp_path / "head", fused))
     request = replace(request_, data=data, draft=head)
     assert len(held_out_agreement(request, said.append)) == recipe.ttt_steps and not said
-    data_folder(data, llama_folder, count=30)
+    data_folder(data, shallow_folder, count=30)
     for draft in (head, request_.draft):
         assert held_out_agreement(replace(request, draft=draft), said.append)
         assert "may have seen" in said.pop() and not said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,42 +48,50 @@ def drafted_logits(engine: DraftEngine, ids: Any, features: Any, row: int) -> li
     return steps
 
 
-@pytest.fixture(scope="module", params=["eagle3", "norm_output", "one_layer", "eagle1"])
-def drafted(
-    request: pytest.FixtureRequest,
-    llama: Any,
-    llama_folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Any, Bundle, int]:
-    """A random head as the trainer's module and as engines, and the width of its features."""
-    folder = tmp_path_factory.mktemp(request.param)
-    kind, d = request.param, tiny.HIDDEN
-    if kind == "eagle1":
-        head = tiny.save_eagle1_head(folder / "head", llama)
-    elif kind == "one_layer":
-        head = tiny.save_head(folder / "head", llama, draft_vocab_size=40, aux_layer_ids=(8,))
-    else:
-        extra = {"norm_output": True} if kind == "norm_output" else {}
-        head = tiny.save_head(folder / "head", llama, draft_vocab_size=40, **extra)
-    read = read_head(head, FACTS)
-    if kind == "eagle1":
-        module: Any = build_eagle1_head(read, llama.get_output_embeddings().weight, torch.float32)
-    else:
-        module = build_head(read, torch.float32)
-    bundle = tiny.export_tiny(llama_folder, head, folder / "bundle")
-    return module, bundle, d if kind in ("one_layer", "eagle1") else 3 * d
+# name -> the layers that it fuses; EAGLE-1's reads the last.
+HEADS = {"eagle3": (0, 1, 2), "norm_output": (0, 1, 2), "one_layer": (2,), "eagle1": (2,)}
 
 
+@pytest.fixture(scope="module")
+def folder(shallow: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random heads by name."""
+    folder = tmp_path_factory.mktemp("heads")
+    for name, layers in HEADS.items():
+        extra = {"norm_output": True} if name == "norm_output" else {}
+        options: dict[str, Any] = {"draft_vocab_size": 40, "aux_layer_ids": layers, **extra}
+        if name == "eagle1":
+            tiny.save_eagle1_head(folder / name, shallow)
+        else:
+            tiny.save_head(folder / name, shallow, **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heads(folder: Path, shallow_folder: Path) -> Bundle:
+    """The heads as engines."""
+    given = [f"{name}={folder / name}" for name in HEADS]
+    return tiny.export_tiny(shallow_folder, given, folder / "bundle")
+
+
+def trainers_module(name: str, folder: Path, model: Any) -> Any:
+    """A head as it is trained."""
+    head = read_head(folder / name, replace(FACTS, num_layers=2))
+    if name == "eagle1":
+        return build_eagle1_head(head, model.get_output_embeddings().weight, torch.float32)
+    return build_head(head, torch.float32)
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_every_row_of_every_step_is_what_the_engine_drafts(
-    llama: Any, drafted: tuple[Any, Bundle, int]
+    shallow: Any, folder: Path, heads: Bundle, name: str
 ) -> None:
-    module, bundle, width = drafted
+    module, width = trainers_module(name, folder, shallow), len(HEADS[name]) * tiny.HIDDEN
     rng = np.random.default_rng(3)
     ids = rng.integers(0, 64, LENGTH)
     features = rng.normal(size=(LENGTH, width)).astype(np.float32)
-    embedding = llama.get_input_embeddings().weight
+    embedding = shallow.get_input_embeddings().weight
     trained = training_logits(module, embedding, torch.tensor(ids), torch.tensor(features))
-    engine = DraftEngine(bundle, 1, Clock())
+    engine = DraftEngine(heads, 1, Clock(), name)
     compared = 0
     for row in range(LENGTH - 1):
         for step, logits in enumerate(drafted_logits(engine, ids, features, row)):
