@@ -28,6 +28,7 @@ from eagle3.export.experts import dense_experts
 from eagle3.export.onnx_graph import save
 from eagle3.export.target import load_target, trace_target
 from eagle3.export.weights import store_for_matmul
+from eagle3.plans.ort_cuda_lint import lint_ort_cuda
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import UnsupportedModel
 from eagle3.runtime.manifest import EngineInfo, TensorSpec
@@ -304,6 +305,12 @@ def test_an_expert_reads_only_rows_that_chose_it(traced: Trace) -> None:
         for weight in experts:
             assert [use.node.op_type for use in weight.uses()] == ["MatMul"]
         assert ("Split" in {node.op_type for node in graph}) or not separate
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_portable_graphs_leave_nothing_to_the_host(traced: Trace, name: str) -> None:
+    """ONNX Runtime's CUDA provider runs every node of them."""
+    lint_ort_cuda(traced(name, "portable").bundle.path("target.onnx"))
 
 
 def test_portable_graphs_hold_nothing_that_tensorrt_ignores_or_refuses(traced: Trace) -> None:

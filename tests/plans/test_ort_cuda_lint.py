@@ -75,21 +75,21 @@ def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
 
 
 def test_the_engines_of_a_gpu_leave_nothing_to_the_host(
-    windowed_bundle: Bundle, bundle: Bundle
+    windowed_bundle: Bundle, portable_bundle: Bundle, bundle: Bundle
 ) -> None:
     """`target` and `draft_tree`; the draft alone, which no GPU runs, reads its mask's shape."""
-    portable = windowed_bundle
-    for name in ("target", "eagle3.draft_tree"):
-        lint_ort_cuda(portable.path(portable.manifest.engines[name].file))
-    for owner, name in ((portable, "eagle3.draft"), (bundle, "target")):
+    for owner in (windowed_bundle, portable_bundle):
+        for name in ("target", "eagle3.draft_tree"):
+            lint_ort_cuda(owner.path(owner.manifest.engines[name].file))
+    for owner, name in ((portable_bundle, "eagle3.draft"), (bundle, "target")):
         with pytest.raises(BuildError, match="without the CPU"):
             lint_ort_cuda(owner.path(owner.manifest.engines[name].file))
 
 
 def test_an_export_for_the_provider_refuses_what_it_cannot_run(
-    windowed_bundle: Bundle,
+    portable_bundle: Bundle,
 ) -> None:
-    portable = windowed_bundle
+    portable = portable_bundle
     engines: dict[str, Any] = dict(portable.manifest.engines)
     plan = replace(portable.manifest.plan, backend="ort-cuda")
     check_device_graphs(portable.root, engines, plan)

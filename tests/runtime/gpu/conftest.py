@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from on_device import OnDevice, on_device
 
 import eagle3
@@ -15,10 +13,9 @@ from eagle3.runtime.bundle import Bundle
 
 
 @pytest.fixture(scope="session")
-def portable(llama_folder: Path, head_folder: Path, tmp_path_factory: Any) -> Bundle:
-    """The tiny Llama and its random head in the lowering that TensorRT compiles."""
-    folder = tmp_path_factory.mktemp("bundles") / "portable"
-    return tiny.export_tiny(llama_folder, head_folder, folder, tiny.tiny_plan(lowering="portable"))
+def portable(portable_bundle: Bundle) -> Bundle:
+    """The tiny Llama and its random head in the lowering that GPUs run."""
+    return portable_bundle
 
 
 @pytest.fixture(scope="session", params=["tensorrt", "ort-cuda"])
