@@ -83,7 +83,11 @@ def _logit_bias(values: Sequence[str]) -> dict[int, float]:
 _engine_options = all_options(
     click.option("--threads", type=int, help="Of each engine; default: the cores it may use."),
     click.option("--device", default="cpu", help="Where the engines run: cpu or cuda."),
-    click.option("--backend", help="What runs them on cuda; default: what the plan files are for."),
+    click.option(
+        "--backend",
+        help="What runs them on cuda: ort-cuda, tensorrt or tensorrt-rtx; default: what the bundle"
+        " was planned for or has plan files of, else ort-cuda.",
+    ),
 )
 
 
