@@ -23,7 +23,7 @@ from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.session import Bound
 from eagle3.runtime.target import bound_target
 
-_WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call
+WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call
 
 
 class Halves:
@@ -152,7 +152,7 @@ class Halves:
         self, call: DeviceCall, issue: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
     ) -> Graph:
         """The first calls of a shape set up what must not happen inside a capture."""
-        for _ in range(_WARM_UPS):
+        for _ in range(WARM_UPS):
             prepare()
             issue()
             self._driver.synchronize()
