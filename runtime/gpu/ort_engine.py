@@ -29,6 +29,7 @@ from eagle3.runtime.target import bound_target
 BACKEND = "ort-cuda"
 _PROVIDER = "CUDAExecutionProvider"
 _ELEMENTS = {"float32": 1, "float16": 10, "bfloat16": 16, "int64": 7, "bool": 9}  # TensorProto's
+_FIXED = {"B": 1}  # a shape that is left is then folded; a session describes its tensors so
 _MAX_LOOSE = 64
 _INSTALL = (
     "pip uninstall onnxruntime, which owns the same module, then pip install 'eagle3[gpu]'"
@@ -80,7 +81,8 @@ class OrtCuda:
     def _options(self) -> Any:
         options = self.module.SessionOptions()
         options.log_severity_level = 4  # failures come back as exceptions
-        options.add_free_dimension_override_by_name("B", 1)  # a shape that is left is then folded
+        for symbol, size in _FIXED.items():
+            options.add_free_dimension_override_by_name(symbol, size)
         options.enable_mem_pattern = False  # with it, a second call allocates too: in a capture
         for key in (
             "session.disable_cpu_ep_fallback",
@@ -126,7 +128,7 @@ class OrtEngine:
         self._run_options = library.run_options()
         self.inputs = tuple(map(tensor_spec, self.session.get_inputs()))
         self.outputs = tuple(map(tensor_spec, self.session.get_outputs()))
-        check_tensors(bundle, name, self, bound, more_outputs=False)
+        check_tensors(bundle, name, self, bound, more_outputs=False, fixed=_FIXED)
         self._loose: dict[tuple[Shape, ...], OrtCall] = {}
 
     def call(

@@ -156,8 +156,32 @@ def test_a_graph_with_other_tensors_is_refused(setup: Setup) -> None:
     program.inputs = [  # type: ignore[misc]
         replace(t, dtype="int32") if t.name == "past_len" else t for t in program.inputs
     ]
-    with pytest.raises(BundleError, match=r"input past_len int64 \[B\] is asked for by its manife"):
+    with pytest.raises(BundleError, match=r"input past_len int64 \[1\] is asked for by its manife"):
         setup.engine()
+
+
+def test_onnxruntime_describes_the_graphs_as_the_stand_in_does(portable: Bundle) -> None:
+    """The real one, on the CPU: what it was told of the batch is a number in every shape."""
+
+    class Real(StandInOrt):
+        """Its sessions are onnxruntime's own; the provider is not asked for."""
+
+        SessionOptions = staticmethod(onnxruntime.SessionOptions)  # type: ignore
+
+        def InferenceSession(self, path: str, options: Any, **_: Any) -> Any:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "0")
+            session = onnxruntime.InferenceSession(path, options)
+            session.get_providers = lambda: ["CUDAExecutionProvider"]
+            return session
+
+    driver = StandInDriver()
+    programs = programs_of(portable)
+    real = load_engines(portable, OrtCuda(Real(driver, programs)), driver)
+    stand_in = load_engines(portable, OrtCuda(StandInOrt(driver, programs)), driver)
+    for mine, theirs in ((real.target, stand_in.target), (real.draft, stand_in.draft)):
+        assert isinstance(mine, OrtEngine) and isinstance(theirs, OrtEngine)
+        assert sorted(map(str, mine.inputs)) == sorted(map(str, theirs.inputs))
+        assert {spec.shape[0] for spec in (*mine.inputs, *mine.outputs)} == {1}
 
 
 def test_it_is_chosen_where_there_are_no_plan_files(
