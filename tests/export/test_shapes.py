@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle3.export import onnx_graph
+from eagle3.export import attention, onnx_graph
 from eagle3.export.attention import LOWERINGS, key_window
 from eagle3.export.onnx_graph import trace
 
@@ -114,3 +114,26 @@ def test_a_window_of_tree_rows_stands_where_its_slots_are(rows: int) -> None:
             if w < window:
                 stands = c if w < 0 else positions[b, w]
                 assert found.key_positions[b, 0, 0, c] == stands
+
+
+def test_a_sink_stays_beside_a_score_of_minus_infinity() -> None:
+    """As float16 gives it where q k^T overflows: such a slot has no weight, and the others have."""
+    nodes, kind = attention.Nodes({}), ir.DataType.FLOAT
+    scores, bias, sinks, probs = (
+        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+        for name, shape in (
+            ("scores", [1, 2, "N", 3]),
+            ("bias", [1, 1, "N", 3]),
+            ("sinks", [2]),
+            ("probs", [1, 2, "N", 3]),
+        )
+    )
+    out = attention._softmax(nodes, scores, bias, sinks, kind)
+    out.name, out.type, out.shape = probs.name, probs.type, probs.shape
+    inputs = [scores, bias, sinks]
+    graph = ir.Graph(inputs, [out], nodes=nodes.nodes, opset_imports={"": 24}, name="sinks")
+    feeds = [np.zeros((1, 2, 1, 3)), np.zeros((1, 1, 1, 3)), np.zeros(2)]
+    feeds[0][0, 0, 0, 0] = -np.inf
+    arrays = {v.name: x.astype(np.float32) for v, x in zip(inputs, feeds, strict=True)}
+    (found,) = run(ir.Model(graph, ir_version=10), arrays)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found[0, :, 0], [[0, 1 / 3, 1 / 3], [1 / 4] * 3], rtol=1e-6)
