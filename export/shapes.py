@@ -124,5 +124,7 @@ def _broadcasts(source: ir.Value, expanded: ir.Value, other: ir.Value | None) ->
 
 
 def _dims(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
-    """The shape; empty where it is not known."""
-    return [] if value is None or value.shape is None else list(value.shape)
+    """The shape; empty where it is not known, or not all of it: dimensions without a name are not
+    the same one."""
+    dims = [] if value is None or value.shape is None else list(value.shape)
+    return [] if any(isinstance(d, ir.SymbolicDim) and d.value is None for d in dims) else dims

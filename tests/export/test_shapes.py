@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from eagle3.export import attention, onnx_graph
 from eagle3.export.attention import LOWERINGS, key_window
 from eagle3.export.onnx_graph import trace
+from eagle3.export.shapes import fix_shapes
+from eagle3.export.weights import store_for_matmul
 
 
 class Views(nn.Module):
@@ -137,3 +139,40 @@ def test_a_sink_stays_beside_a_score_of_minus_infinity() -> None:
     arrays = {v.name: x.astype(np.float32) for v, x in zip(inputs, feeds, strict=True)}
     (found,) = run(ir.Model(graph, ir_version=10), arrays)  # type: ignore[arg-type]
     np.testing.assert_allclose(found[0, :, 0], [[0, 1 / 3, 1 / 3], [1 / 4] * 3], rtol=1e-6)
+
+
+def test_dimensions_without_a_name_are_not_the_same() -> None:
+    """[?,4] -> [?,2] need not keep its first dimension."""
+    types = {"x": ir.DataType.FLOAT, "to": ir.DataType.INT64}
+    x, to = (ir.Value(name=name, type=ir.TensorType(kind)) for name, kind in types.items())
+    x.shape, to.shape = ir.Shape([None, 4]), ir.Shape([2])
+    view = ir.node("Reshape", [x, to])
+    (y,) = view.outputs
+    y.name, y.shape, y.type = "y", ir.Shape([None, 2]), x.type
+    graph = ir.Graph([x, to], [y], nodes=[view], opset_imports={"": 24}, name="views")
+    model = ir.Model(graph, ir_version=10)
+    fix_shapes(model)
+    (found,) = run(model, {"x": np.zeros((3, 4), np.float32), "to": np.array([6, 2])})
+    assert found.shape == (6, 2)
+
+
+def test_a_tied_weight_of_rows_without_a_batch_is_left_to_matmul() -> None:
+    """Its product is no [B,-1,V]."""
+    kind = ir.DataType.FLOAT
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    weight = ir.Value(name="w", shape=ir.Shape([4, 3]), type=ir.TensorType(kind))
+    weight.const_value = ir.tensor(table, name="w")
+    ids = ir.Value(name="ids", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
+    rows = ir.node("Gather", [weight, ids], {"axis": 0})
+    turned = ir.node("Transpose", [weight], {"perm": [1, 0]})
+    x, turned_weight = rows.outputs[0], turned.outputs[0]
+    x.shape, x.type = ir.Shape(["N", 3]), weight.type
+    product = ir.node("MatMul", [x, turned_weight])
+    (y,) = product.outputs
+    y.name, y.shape, y.type = "y", ir.Shape(["N", 4]), weight.type
+    graph = ir.Graph([ids], [y], nodes=[rows, turned, product], opset_imports={"": 24}, name="tied")
+    graph.register_initializer(weight)
+    model = ir.Model(graph, ir_version=10)
+    store_for_matmul(model)
+    (found,) = run(model, {"ids": np.array([2, 0])})
+    np.testing.assert_array_equal(found, table[[2, 0]] @ table.T)
