@@ -125,19 +125,27 @@ class Halves:
         self._driver.download(self.staging.result, own.result, 8 * (RESULT_HEAD + rows))
 
     def _capture(self, widths: Sequence[int]) -> None:
-        """Warms up and captures every graph; then clears what that left in the caches."""
+        """Warms up and captures every graph; then clears what that left in the caches.
+
+        A prompt's longest calls come first: an engine's own memory then never grows again, which
+        it would with every longer rest of a prompt, and what it grew by would not be given back.
+        """
         own, draft, engines = self.own, self.draft, self.engines
         self.staging.settings_values[:] = (1, 0)
         self._driver.upload(own.settings, self.staging.settings, 16)
+        self.issue_chunk(engines.prefill_chunk)
         if draft is not None and engines.draft is not None:
             one = self._driver.allocate_host(8)
             one.view(np.int64)[0] = 1
+            upload_one = partial(self._driver.upload, draft.num_rows, one, 8)
+            upload_one()
+            self.issue_draft(engines.draft_rows)
             shapes = _shapes(engines.bound_draft(), engines.round_rows)
             call = engines.draft.call(shapes, draft.addresses(), self._scratch)
             self.draft_graph = self._captured(
                 call,
                 partial(self._draft_half, call, draft),
-                partial(self._driver.upload, draft.num_rows, one, 8),
+                upload_one,
             )
         addresses = own.addresses(own.rows)
         for width in widths:

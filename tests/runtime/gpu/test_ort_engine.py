@@ -9,7 +9,7 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from on_device import copy_of
+from on_device import copy_of, on_device
 from programs import build_plan_files, programs_of
 from stand_in import RuleBroken, StandInDriver
 from stand_in_ort import Options, StandInOrt
@@ -182,6 +182,17 @@ def test_onnxruntime_describes_the_graphs_as_the_stand_in_does(portable: Bundle)
         assert isinstance(mine, OrtEngine) and isinstance(theirs, OrtEngine)
         assert sorted(map(str, mine.inputs)) == sorted(map(str, theirs.inputs))
         assert {spec.shape[0] for spec in (*mine.inputs, *mine.outputs)} == {1}
+
+
+def test_no_prompt_has_calls_longer_than_those_at_load(portable: Bundle, tmp_path: Path) -> None:
+    """Whose memory the provider's arena would have to grow by, for good."""
+    own = on_device(portable, tmp_path, library="ort-cuda")
+    programs = (own.target, own.growth)
+    longest = [max(program.widths) for program in programs]
+    for size in (*range(1, 17), 40):
+        own.engine.generate([1 + i % 60 for i in range(size)], max_new_tokens=2)
+    assert [max(program.widths) for program in programs] == longest
+    assert longest[0] >= portable.manifest.plan.prefill_chunk
 
 
 def test_it_is_chosen_where_there_are_no_plan_files(
