@@ -16,8 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing, PlanError
+from eagle3.runtime.errors import (
+    BundleError,
+    DeviceError,
+    Eagle3Error,
+    EngineError,
+    EngineMissing,
+    PlanError,
+)
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.gpu.engines import TARGET, Engines, Shape, growing_draft, round_rows
 from eagle3.runtime.growth import ENGINE as DRAFT_TREE
@@ -35,6 +44,7 @@ _INSTALL = (
     "pip uninstall onnxruntime, which owns the same module, then pip install 'eagle3[gpu]'"
     " (with onnxruntime-gpu's extras cuda and cudnn where CUDA's libraries are not installed)"
 )
+_NO_START = f"ONNX Runtime's CUDA provider does not start: {_INSTALL}"
 
 
 def has_cuda_provider() -> bool:
@@ -63,20 +73,36 @@ class OrtCuda:
         Raises DeviceError where the provider does not start, BundleError for a graph that it cannot
         run.
         """
+        self.module.set_default_logger_severity(4)  # else each session warns on stderr
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
             self.module.preload_dlls()  # CUDA's libraries, where they came with pip
+        providers = [(_PROVIDER, provider_options(stream))]
         try:
             session = self.module.InferenceSession(
-                str(path), self._options(), providers=[(_PROVIDER, provider_options(stream))]
+                str(path), self._options(), providers=providers, enable_fallback=0
             )
         except Exception as error:
-            raise BundleError(
-                f"engine '{name}' ({path}) does not load on ONNX Runtime's CUDA provider, where"
-                f" every node must run: {error}; another backend may run it: eagle3 build"
-            ) from error
+            raise self._why_not(error, f"engine '{name}' ({path})") from error
         if _PROVIDER not in session.get_providers():
-            raise DeviceError(f"ONNX Runtime's CUDA provider does not start: {_INSTALL}")
+            raise DeviceError(_NO_START)
         return session
+
+    def _why_not(self, error: Exception, engine: str) -> Eagle3Error:
+        """Why a session could not be made."""
+        said = _in_a_line(error)
+        if "CUDA failure" in said:
+            return DeviceError(
+                f"{engine} does not load: {said}; end what else uses the GPU, or export with a"
+                " smaller dtype"
+            )
+        try:  # a session without the provider says only that its nodes are on the CPU
+            self.module.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", 0)
+        except Exception:
+            return DeviceError(_NO_START)
+        return BundleError(
+            f"{engine} does not load on ONNX Runtime's CUDA provider, where every node must run:"
+            f" {said}; another backend may run it: eagle3 build"
+        )
 
     def _options(self) -> Any:
         options = self.module.SessionOptions()
@@ -109,6 +135,12 @@ def provider_options(stream: int) -> dict[str, str]:
         # As much memory as is needed, not the next power of two.
         "arena_extend_strategy": "kSameAsRequested",
     }
+
+
+def _in_a_line(error: Exception) -> str:
+    """What ONNX Runtime says, less where in its sources, which fills lines."""
+    said = " ".join(str(error).split())
+    return said[max(said.find("CUDA failure"), 0) :].partition(" ; GPU=")[0]
 
 
 class OrtEngine:
@@ -151,7 +183,9 @@ class OrtEngine:
                     element, address = _ELEMENTS[spec.dtype], addresses[spec.name]
                     bind(spec.name, "cuda", 0, element, shape, address)
         except Exception as error:
-            raise EngineError(f"engine '{self.name}' takes no binding: {error}") from error
+            raise EngineError(
+                f"engine '{self.name}' takes no binding: {_in_a_line(error)}"
+            ) from error
         return OrtCall(self, binding)
 
     def loose_call(
@@ -171,7 +205,7 @@ class OrtEngine:
         try:
             self.session.run_with_iobinding(binding, self._run_options)
         except Exception as error:
-            raise EngineError(f"engine '{self.name}' failed: {error}") from error
+            raise EngineError(f"engine '{self.name}' failed: {_in_a_line(error)}") from error
 
 
 class OrtCall:

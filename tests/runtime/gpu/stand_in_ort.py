@@ -63,7 +63,24 @@ class StandInOrt:
     def preload_dlls(self) -> None:
         print("this must not reach a user's stdout")
 
-    def InferenceSession(self, path: str, options: Options, providers: Any) -> StandInSession:
+    def set_default_logger_severity(self, level: int) -> None:
+        self.log_severity_level = level
+
+    @property
+    def OrtValue(self) -> Any:
+        """Memory on the device, which there is where the provider starts."""
+
+        def make(shape: list[int], dtype: Any, device: str, index: int) -> None:
+            if device == "cuda" and not self._starts:
+                raise RuntimeError("CUDA Provider not available, can't get interface for it")
+
+        return SimpleNamespace(ortvalue_from_shape_and_type=make)
+
+    def InferenceSession(
+        self, path: str, options: Options, providers: Any, enable_fallback: int = 1
+    ) -> StandInSession:
+        if enable_fallback:
+            raise RuleBroken("a failure is printed, and tried again on the CPU")
         ((name, settings),) = providers
         if name != "CUDAExecutionProvider" or not options.entries.get(
             "session.disable_cpu_ep_fallback"
@@ -73,10 +90,10 @@ class StandInOrt:
             raise RuleBroken("the provider launches on another stream than the driver's")
         if options.enable_mem_pattern:
             raise RuleBroken("a block for all of a call is allocated anew in its second")
+        if not self._starts:
+            raise ValueError("graph nodes that are assigned to the default CPU EP")
         program = self._programs[Path(path).name.removesuffix(".onnx")]
-        return StandInSession(
-            self._driver, program, self.providers[not self._starts :], options.sizes
-        )
+        return StandInSession(self._driver, program, self.providers, options.sizes)
 
 
 class StandInSession:

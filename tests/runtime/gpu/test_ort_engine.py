@@ -119,9 +119,9 @@ def test_float32_products_are_not_rounded(setup: Setup, monkeypatch: pytest.Monk
     asked: list[dict[str, str]] = []
     make = StandInOrt.InferenceSession
 
-    def spy(self: StandInOrt, path: str, options: Options, providers: Any) -> Any:
+    def spy(self: StandInOrt, path: str, options: Options, providers: Any, **how: Any) -> Any:
         asked.extend(settings for _, settings in providers)
-        return make(self, path, options, providers)
+        return make(self, path, options, providers, **how)
 
     monkeypatch.setattr(StandInOrt, "InferenceSession", spy)
     setup.engine()
@@ -143,10 +143,18 @@ def test_without_the_provider(setup: Setup, capsys: pytest.CaptureFixture[str]) 
     setup.module = StandInOrt(setup.driver, setup.module._programs, starts=False)
     with pytest.raises(DeviceError, match=r"CUDA provider does not start: .*extras cuda and cudnn"):
         setup.engine()
+    setup.module = StandInOrt(setup.driver, setup.module._programs)
     setup.module.InferenceSession = lambda *_, **__: 1 / 0  # type: ignore
     with pytest.raises(
         BundleError, match="engine 'target' .* every node must run: division .*build"
     ):
+        setup.engine()
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("cuda_call.cc:154 long\n CUDA failure 2: out of memory ; GPU=0\n\n")
+
+    setup.module.InferenceSession = full  # type: ignore
+    with pytest.raises(DeviceError, match=r"not load: CUDA failure 2: out of memory; end"):
         setup.engine()
     assert capsys.readouterr().out == ""
 
