@@ -226,7 +226,7 @@ def load_ort_engines(bundle: Bundle, library: OrtCuda, driver: Driver) -> Engine
     """Raises BundleError, DeviceError, EngineMissing, PlanError."""
     manifest, plan = bundle.manifest, bundle.manifest.plan
     drafter, draft, rows = growing_draft(manifest), None, 1
-    if drafter is not None and plan.draft_weights == "int8":
+    if drafter is not None and manifest.drafts[drafter].weights == "int8":
         raise PlanError(
             f"the weights of draft {drafter} are int8 in blocks, for which ONNX Runtime's CUDA"
             " provider has no kernel: export with --draft-weights same, or run `eagle3 build"

@@ -215,6 +215,10 @@ def test_it_is_chosen_where_there_are_no_plan_files(
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     assert chosen_backend(portable) == "ort-cuda"
     assert isinstance(gpu_load._library("ort-cuda"), OrtCuda)
+    monkeypatch.undo()
+    plan = replace(portable.manifest.plan, backend="ort-cuda")
+    planned = replace(portable, manifest=replace(portable.manifest, plan=plan))
+    assert chosen_backend(planned) == "ort-cuda", "which then says how to install it"
     built = copy_of(portable, tmp_path)
     build_plan_files(built.root)
     assert chosen_backend(built) == "tensorrt", "somebody built them"
@@ -230,8 +234,13 @@ def test_a_bundle_without_a_draft(setup: Setup) -> None:
 
 
 def test_int8_weights_are_refused_with_the_way_out(setup: Setup) -> None:
-    plan = replace(setup.bundle.manifest.plan, draft_weights="int8")
-    bundle = replace(setup.bundle, manifest=replace(setup.bundle.manifest, plan=plan))
+    """Those of the head that drafts: the plan says what its first draft was exported with."""
+    manifest = setup.bundle.manifest
+    plan = replace(manifest.plan, draft_weights="int8")
+    of_another = replace(setup.bundle, manifest=replace(manifest, plan=plan))
+    assert load_engines(of_another, OrtCuda(setup.module), setup.driver).draft is not None
+    drafts = {name: replace(info, weights="int8") for name, info in manifest.drafts.items()}
+    bundle = replace(setup.bundle, manifest=replace(manifest, drafts=drafts))
     with pytest.raises(PlanError, match="draft eagle3 are int8 .*--draft-weights same, or run"):
         load_engines(bundle, OrtCuda(setup.module), setup.driver)
     with pytest.raises(PlanError, match="draft_weights is int8, whose blocks backend ort-cuda has"):
