@@ -269,7 +269,8 @@ def _refuse_other_backend(bundle: Bundle) -> None:
     if plan.backend != _BACKEND:
         raise BundleError(
             f"{bundle.root} was built for backend {plan.backend} in {plan.dtype}, here runs"
-            f" {_BACKEND}: export it again with --dtype float32, or load it with device 'cuda'"
+            f" {_BACKEND}: load it with device 'cuda' (--device cuda), or export it again with"
+            f" --backend {_BACKEND} --dtype float32"
         )
 
 
