@@ -22,6 +22,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -155,9 +156,12 @@ def watched(bundle: str, wheel: str, width: int) -> bool:
     sys.path.insert(0, wheel)
     watch = Watch()
     os.environ["CUDA_ON_HOST"] = watch.number
-    from eagle3.runtime.gpu.ort_engine import OrtCuda
+    from eagle3.runtime.bundle import Bundle
+    from eagle3.runtime.gpu.ort_engine import OrtCuda, load_ort_engines
 
     library, well = OrtCuda(), True
+    driver: Any = SimpleNamespace(stream=STREAM)
+    load_ort_engines(Bundle.open(bundle), library, driver)  # its tensors are compared too
     for path in engines(bundle):
         version = library.module.__version__
         click.echo(f"{Path(path).name}: every node on the GPU, onnxruntime-gpu {version}")

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eagle3.export.build import (
+    check_device_graphs,
     compare,
     draft_info,
     load_named,
@@ -82,6 +83,7 @@ def add_draft(
         kept = [file for file in before.files if not file.startswith(own)]
         copy_files(bundle, kept, folder)
         engines = write_draft(folder, name, draft, target, stored, plan, report)
+        check_device_graphs(folder, engines, plan)
         others = {k: v for k, v in before.engines.items() if not k.startswith(own)}
         info = draft_info(request.draft, draft, plan, request.command)
         manifest = replace(

@@ -304,16 +304,20 @@ def _softmax(
     sinks: ir.Value | None,
     dtype: ir.DataType,
 ) -> ir.Value:
-    """Probabilities of scores + bias [B,Hq,N,S]; sinks [Hq] are a column more, which is dropped."""
+    """Probabilities of scores + bias [B,Hq,N,S]; sinks [Hq] are a column more, which is dropped.
+
+    The column has its rows from the bias, which is finite: 0 times a score of -inf is NaN.
+    """
 
     def wide(x: ir.Value | None) -> Any:
         return x if dtype == ir.DataType.FLOAT else nodes.add("Cast", x, to=ir.DataType.FLOAT)
 
-    scores = nodes.add("Add", wide(scores), wide(bias))
+    bias = wide(bias)
+    scores = nodes.add("Add", wide(scores), bias)
     if sinks is not None:
-        first = nodes.add("Slice", scores, nodes.ints([0]), nodes.ints([1]), nodes.ints([3]))
+        first = nodes.add("Slice", bias, nodes.ints([0]), nodes.ints([1]), nodes.ints([3]))
         by_head = nodes.add("Reshape", wide(sinks), nodes.ints([1, -1, 1, 1]))
-        zeros = nodes.add("Mul", first, nodes.number(0.0, ir.DataType.FLOAT))  # [B,Hq,N,1]
+        zeros = nodes.add("Mul", first, nodes.number(0.0, ir.DataType.FLOAT))  # [B,1,N,1]
         scores = nodes.add("Concat", nodes.add("Add", zeros, by_head), scores, axis=-1)
     probs = nodes.add("Softmax", scores, axis=-1)
     if sinks is not None:

@@ -35,16 +35,17 @@ def fuse_standard(model: ir.Model) -> None:
     """
     _fuse_rotary(model, _StandardRotary)
     for node in [n for n in model.graph if n.op_type == "Reciprocal"]:
-        root = node.inputs[0]
-        assert root is not None
-        source = root.producer()
-        for user, index in list(node.outputs[0].uses()):
-            if user.op_type == "Mul" and source is not None and source.op_type == "Sqrt":
-                _divide(model, user, user.inputs[1 - index], root)
+        root, inverse = node.inputs[0], node.outputs[0]
+        source = None if root is None else root.producer()
+        if source is None or source.op_type != "Sqrt":
+            continue
+        for user, index in list(inverse.uses()):
+            if user.op_type == "Mul" and user.inputs[1 - index] is not inverse:
+                _divide(model, user, [user.inputs[1 - index], root])
 
 
-def _divide(model: ir.Model, product: ir.Node, x: ir.Value | None, root: ir.Value) -> None:
-    quotient = ir.node("Div", [x, root])
+def _divide(model: ir.Model, product: ir.Node, operands: list[ir.Value | None]) -> None:
+    quotient = ir.node("Div", operands)
     old, new = product.outputs[0], quotient.outputs[0]
     new.shape, new.type = old.shape, old.type
     ir.convenience.replace_nodes_and_values(

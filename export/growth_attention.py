@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from eagle3.export.attention import MASKED, MASKED_FLOAT16, PLACEHOLDER, Lowering
 from eagle3.export.graph_builder import GraphBuilder
+from eagle3.plans.ort_cuda_lint import MAX_JOINED
 
 Attend = Callable[[ir.Value, ir.Value, ir.Value], ir.Value]
 """q [B,Hq,N,D], k, v [B,Hkv,N,D] after RoPE -> [B,N,Hq,D]"""
@@ -175,4 +176,9 @@ class GrowthAttention:
 
     def _tiled(self, bias: ir.Value) -> ir.Value:
         """[B,N,C] -> [B,G*N,C], as `_folded` orders rows."""
-        return self._add("Concat", *[bias] * self._groups, axis=1)  # type: ignore[no-any-return]
+        parts = [bias] * self._groups
+        while len(parts) > MAX_JOINED:
+            firsts = range(0, len(parts), MAX_JOINED)
+            groups = [parts[first : first + MAX_JOINED] for first in firsts]
+            parts = [self._add("Concat", *group, axis=1) for group in groups]
+        return self._add("Concat", *parts, axis=1)  # type: ignore[no-any-return]

@@ -108,7 +108,9 @@ def _gather_rows(graph: ir.Graph, node: ir.Node) -> None:
 def _drop_expand(node: ir.Node) -> None:
     source, result = node.inputs[0], node.outputs[0]
     if source is not None and all(
-        user.op_type == "MatMul" and _broadcasts(source, result, user.inputs[1 - index])
+        user.op_type == "MatMul"
+        and user.inputs[1 - index] is not result
+        and _broadcasts(source, result, user.inputs[1 - index])
         for user, index in result.uses()
     ):
         for user, index in list(result.uses()):
@@ -124,5 +126,7 @@ def _broadcasts(source: ir.Value, expanded: ir.Value, other: ir.Value | None) ->
 
 
 def _dims(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
-    """The shape; empty where it is not known."""
-    return [] if value is None or value.shape is None else list(value.shape)
+    """The shape; empty where it is not known, or not all of it: dimensions without a name are not
+    the same one."""
+    dims = [] if value is None or value.shape is None else list(value.shape)
+    return [] if any(isinstance(d, ir.SymbolicDim) and d.value is None for d in dims) else dims

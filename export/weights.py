@@ -43,10 +43,16 @@ def store_for_matmul(model: ir.Model) -> None:
             continue
         if len(list(weight.uses())) == 1:
             _transpose_in_place(model, node, weight)
-        elif len(weight.const_value.shape) == 2:
+        elif len(weight.const_value.shape) == 2 and all(map(_multiplies_rows, users)):
             for user in users:
                 _matmul_to_gemm(model.graph, user, weight)
             model.graph.remove(node, safe=True)
+
+
+def _multiplies_rows(matmul: ir.Node) -> bool:
+    """Whether its input is [B,N,K]."""
+    x = matmul.inputs[0]
+    return x is not None and x.shape is not None and len(x.shape) == 3
 
 
 def swaps_last_two(transpose: ir.Node) -> bool:

@@ -18,6 +18,9 @@ from eagle3.runtime.errors import BuildError
 
 # Their results lie on the host, or decide on the host what runs next.
 _ON_HOST = frozenset({"Shape", "Size", "NonZero", "Unique", "If", "Loop", "Scan"})
+MAX_JOINED = 32
+"""Inputs of a Concat; the addresses of more are uploaded in a call, from memory that is reused."""
+
 # Operator -> the inputs that the host reads before it launches the kernel.
 _READ_BY_HOST = {
     "ConstantOfShape": (0,),
@@ -65,6 +68,8 @@ def _faults(model: onnx.ModelProto) -> Iterator[str]:
             fixed.update(node.output)  # folded when it is loaded
         elif node.op_type in _ON_HOST:
             yield f"{say_node(node)} runs there"
+        elif node.op_type == "Concat" and len(node.input) > MAX_JOINED:
+            yield f"{say_node(node)} joins {len(node.input)} inputs, more than {MAX_JOINED}"
         for index in _READ_BY_HOST.get(node.op_type, ()):
             if index < len(node.input) and node.input[index] not in fixed:
                 yield f"{say_node(node)} waits for {node.input[index]!r}, which is no constant"

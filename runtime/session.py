@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -238,18 +239,29 @@ class HasTensors(Protocol):
 
 
 def check_tensors(
-    bundle: Bundle, name: str, graph: HasTensors, bound: Bound, *, more_outputs: bool
+    bundle: Bundle,
+    name: str,
+    graph: HasTensors,
+    bound: Bound,
+    *,
+    more_outputs: bool,
+    fixed: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Raises BundleError unless the graph of engine `name` has the tensors of its manifest and of
-    `bound`; more_outputs: it may have outputs that nobody binds."""
+    `bound`; more_outputs: it may have outputs that nobody binds; fixed: symbols that it was loaded
+    with a number for."""
+
+    def loaded(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+        return (replace(s, shape=tuple(fixed.get(str(d), d) for d in s.shape)) for s in specs)
+
     info = bundle.manifest.engines[name]
     where = f"engine '{name}' ({bundle.path(info.file)})"
     inputs, outputs = f"{where}: input", f"{where}: output"
-    _compare(graph.inputs, info.inputs, inputs, "its manifest")
-    _compare(graph.outputs, info.outputs, outputs, "its manifest")
+    _compare(graph.inputs, loaded(info.inputs), inputs, "its manifest")
+    _compare(graph.outputs, loaded(info.outputs), outputs, "its manifest")
     sizes = "the sizes in the manifest"
-    _compare(graph.inputs, bound.inputs, inputs, sizes)
-    _compare(graph.outputs, bound.outputs, outputs, sizes, more_allowed=more_outputs)
+    _compare(graph.inputs, loaded(bound.inputs), inputs, sizes)
+    _compare(graph.outputs, loaded(bound.outputs), outputs, sizes, more_allowed=more_outputs)
 
 
 def _refuse_other_backend(bundle: Bundle) -> None:
@@ -257,7 +269,8 @@ def _refuse_other_backend(bundle: Bundle) -> None:
     if plan.backend != _BACKEND:
         raise BundleError(
             f"{bundle.root} was built for backend {plan.backend} in {plan.dtype}, here runs"
-            f" {_BACKEND}: export it again with --dtype float32, or load it with device 'cuda'"
+            f" {_BACKEND}: load it with device 'cuda' (--device cuda), or export it again with"
+            f" --backend {_BACKEND} --dtype float32"
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from eagle3.runtime.errors import DeviceError, Eagle3Error, EngineMissing
 from eagle3.runtime.gpu.driver import Counters, DeviceBuffer, Graph, HostBuffer
 
-_PACKAGES = "pip install 'eagle3[tensorrt]'"
+_PACKAGES = "pip install 'eagle3[gpu]' or 'eagle3[tensorrt]'"
 
 
 def import_cuda_driver() -> Any:

@@ -23,7 +23,7 @@ from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.session import Bound
 from eagle3.runtime.target import bound_target
 
-WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call
+_WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call
 
 
 class Halves:
@@ -125,19 +125,27 @@ class Halves:
         self._driver.download(self.staging.result, own.result, 8 * (RESULT_HEAD + rows))
 
     def _capture(self, widths: Sequence[int]) -> None:
-        """Warms up and captures every graph; then clears what that left in the caches."""
+        """Warms up and captures every graph; then clears what that left in the caches.
+
+        A prompt's longest calls come first: an engine's own memory then never grows again, which
+        it would with every longer rest of a prompt, and what it grew by would not be given back.
+        """
         own, draft, engines = self.own, self.draft, self.engines
         self.staging.settings_values[:] = (1, 0)
         self._driver.upload(own.settings, self.staging.settings, 16)
+        self.issue_chunk(engines.prefill_chunk)
         if draft is not None and engines.draft is not None:
             one = self._driver.allocate_host(8)
             one.view(np.int64)[0] = 1
+            upload_one = partial(self._driver.upload, draft.num_rows, one, 8)
+            upload_one()
+            self.issue_draft(engines.draft_rows)
             shapes = _shapes(engines.bound_draft(), engines.round_rows)
             call = engines.draft.call(shapes, draft.addresses(), self._scratch)
             self.draft_graph = self._captured(
                 call,
                 partial(self._draft_half, call, draft),
-                partial(self._driver.upload, draft.num_rows, one, 8),
+                upload_one,
             )
         addresses = own.addresses(own.rows)
         for width in widths:
@@ -152,7 +160,7 @@ class Halves:
         self, call: DeviceCall, issue: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
     ) -> Graph:
         """The first calls of a shape set up what must not happen inside a capture."""
-        for _ in range(WARM_UPS):
+        for _ in range(_WARM_UPS):
             prepare()
             issue()
             self._driver.synchronize()

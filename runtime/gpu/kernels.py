@@ -67,7 +67,7 @@ def _import_nvrtc() -> Any:
         nvrtc.nvrtcVersion()  # the library itself is only looked for in the first call
     except Exception as error:  # the bindings raise a class of their own for a missing library
         raise EngineMissing(
-            f"NVRTC is not installed: pip install 'eagle3[tensorrt]' ({error})"
+            f"NVRTC is not installed: pip install 'eagle3[gpu]' or 'eagle3[tensorrt]' ({error})"
         ) from error
     return nvrtc
 

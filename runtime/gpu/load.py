@@ -36,7 +36,7 @@ def chosen_backend(bundle: Bundle) -> str:
     built = {each.library for each in plan_files(bundle.root)}
     if len(built) == 1:
         return built.pop()
-    if not built and has_cuda_provider():
+    if not built and (planned == ORT_CUDA or has_cuda_provider()):
         return ORT_CUDA
     return find_library().name
 

@@ -16,8 +16,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.errors import BundleError, DeviceError, EngineError, EngineMissing, PlanError
+from eagle3.runtime.errors import (
+    BundleError,
+    DeviceError,
+    Eagle3Error,
+    EngineError,
+    EngineMissing,
+    PlanError,
+)
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.gpu.engines import TARGET, Engines, Shape, growing_draft, round_rows
 from eagle3.runtime.growth import ENGINE as DRAFT_TREE
@@ -29,11 +38,13 @@ from eagle3.runtime.target import bound_target
 BACKEND = "ort-cuda"
 _PROVIDER = "CUDAExecutionProvider"
 _ELEMENTS = {"float32": 1, "float16": 10, "bfloat16": 16, "int64": 7, "bool": 9}  # TensorProto's
+_FIXED = {"B": 1}  # a shape that is left is then folded; a session describes its tensors so
 _MAX_LOOSE = 64
 _INSTALL = (
     "pip uninstall onnxruntime, which owns the same module, then pip install 'eagle3[gpu]'"
     " (with onnxruntime-gpu's extras cuda and cudnn where CUDA's libraries are not installed)"
 )
+_NO_START = f"ONNX Runtime's CUDA provider does not start: {_INSTALL}"
 
 
 def has_cuda_provider() -> bool:
@@ -62,25 +73,42 @@ class OrtCuda:
         Raises DeviceError where the provider does not start, BundleError for a graph that it cannot
         run.
         """
+        self.module.set_default_logger_severity(4)  # else each session warns on stderr
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
             self.module.preload_dlls()  # CUDA's libraries, where they came with pip
+        providers = [(_PROVIDER, provider_options(stream))]
         try:
             session = self.module.InferenceSession(
-                str(path), self._options(), providers=[(_PROVIDER, provider_options(stream))]
+                str(path), self._options(), providers=providers, enable_fallback=0
             )
         except Exception as error:
-            raise BundleError(
-                f"engine '{name}' ({path}) does not load on ONNX Runtime's CUDA provider, where"
-                f" every node must run: {error}; another backend may run it: eagle3 build"
-            ) from error
+            raise self._why_not(error, f"engine '{name}' ({path})") from error
         if _PROVIDER not in session.get_providers():
-            raise DeviceError(f"ONNX Runtime's CUDA provider does not start: {_INSTALL}")
+            raise DeviceError(_NO_START)
         return session
+
+    def _why_not(self, error: Exception, engine: str) -> Eagle3Error:
+        """Why a session could not be made."""
+        said = _in_a_line(error)
+        if "CUDA failure" in said:
+            return DeviceError(
+                f"{engine} does not load: {said}; end what else uses the GPU, or export with a"
+                " smaller dtype"
+            )
+        try:  # a session without the provider says only that its nodes are on the CPU
+            self.module.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", 0)
+        except Exception:
+            return DeviceError(_NO_START)
+        return BundleError(
+            f"{engine} does not load on ONNX Runtime's CUDA provider, where every node must run:"
+            f" {said}; another backend may run it: eagle3 build"
+        )
 
     def _options(self) -> Any:
         options = self.module.SessionOptions()
         options.log_severity_level = 4  # failures come back as exceptions
-        options.add_free_dimension_override_by_name("B", 1)  # a shape that is left is then folded
+        for symbol, size in _FIXED.items():
+            options.add_free_dimension_override_by_name(symbol, size)
         options.enable_mem_pattern = False  # with it, a second call allocates too: in a capture
         for key in (
             "session.disable_cpu_ep_fallback",
@@ -109,6 +137,12 @@ def provider_options(stream: int) -> dict[str, str]:
     }
 
 
+def _in_a_line(error: Exception) -> str:
+    """What ONNX Runtime says, less where in its sources, which fills lines."""
+    said = " ".join(str(error).split())
+    return said[max(said.find("CUDA failure"), 0) :].partition(" ; GPU=")[0]
+
+
 class OrtEngine:
     """One graph of a bundle. Raises BundleError where its tensors are not those of `bound`.
 
@@ -126,7 +160,7 @@ class OrtEngine:
         self._run_options = library.run_options()
         self.inputs = tuple(map(tensor_spec, self.session.get_inputs()))
         self.outputs = tuple(map(tensor_spec, self.session.get_outputs()))
-        check_tensors(bundle, name, self, bound, more_outputs=False)
+        check_tensors(bundle, name, self, bound, more_outputs=False, fixed=_FIXED)
         self._loose: dict[tuple[Shape, ...], OrtCall] = {}
 
     def call(
@@ -149,7 +183,9 @@ class OrtEngine:
                     element, address = _ELEMENTS[spec.dtype], addresses[spec.name]
                     bind(spec.name, "cuda", 0, element, shape, address)
         except Exception as error:
-            raise EngineError(f"engine '{self.name}' takes no binding: {error}") from error
+            raise EngineError(
+                f"engine '{self.name}' takes no binding: {_in_a_line(error)}"
+            ) from error
         return OrtCall(self, binding)
 
     def loose_call(
@@ -169,7 +205,7 @@ class OrtEngine:
         try:
             self.session.run_with_iobinding(binding, self._run_options)
         except Exception as error:
-            raise EngineError(f"engine '{self.name}' failed: {error}") from error
+            raise EngineError(f"engine '{self.name}' failed: {_in_a_line(error)}") from error
 
 
 class OrtCall:
@@ -190,7 +226,7 @@ def load_ort_engines(bundle: Bundle, library: OrtCuda, driver: Driver) -> Engine
     """Raises BundleError, DeviceError, EngineMissing, PlanError."""
     manifest, plan = bundle.manifest, bundle.manifest.plan
     drafter, draft, rows = growing_draft(manifest), None, 1
-    if drafter is not None and plan.draft_weights == "int8":
+    if drafter is not None and manifest.drafts[drafter].weights == "int8":
         raise PlanError(
             f"the weights of draft {drafter} are int8 in blocks, for which ONNX Runtime's CUDA"
             " provider has no kernel: export with --draft-weights same, or run `eagle3 build"

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle3.export import onnx_graph
+from eagle3.export import attention, onnx_graph
 from eagle3.export.attention import LOWERINGS, key_window
 from eagle3.export.onnx_graph import trace
+from eagle3.export.shapes import fix_shapes
+from eagle3.export.weights import store_for_matmul
 
 
 class Views(nn.Module):
@@ -114,3 +116,63 @@ def test_a_window_of_tree_rows_stands_where_its_slots_are(rows: int) -> None:
             if w < window:
                 stands = c if w < 0 else positions[b, w]
                 assert found.key_positions[b, 0, 0, c] == stands
+
+
+def test_a_sink_stays_beside_a_score_of_minus_infinity() -> None:
+    """As float16 gives it where q k^T overflows: such a slot has no weight, and the others have."""
+    nodes, kind = attention.Nodes({}), ir.DataType.FLOAT
+    scores, bias, sinks, probs = (
+        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+        for name, shape in (
+            ("scores", [1, 2, "N", 3]),
+            ("bias", [1, 1, "N", 3]),
+            ("sinks", [2]),
+            ("probs", [1, 2, "N", 3]),
+        )
+    )
+    out = attention._softmax(nodes, scores, bias, sinks, kind)
+    out.name, out.type, out.shape = probs.name, probs.type, probs.shape
+    inputs = [scores, bias, sinks]
+    graph = ir.Graph(inputs, [out], nodes=nodes.nodes, opset_imports={"": 24}, name="sinks")
+    feeds = [np.zeros((1, 2, 1, 3)), np.zeros((1, 1, 1, 3)), np.zeros(2)]
+    feeds[0][0, 0, 0, 0] = -np.inf
+    arrays = {v.name: x.astype(np.float32) for v, x in zip(inputs, feeds, strict=True)}
+    (found,) = run(ir.Model(graph, ir_version=10), arrays)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found[0, :, 0], [[0, 1 / 3, 1 / 3], [1 / 4] * 3], rtol=1e-6)
+
+
+def test_dimensions_without_a_name_are_not_the_same() -> None:
+    """[?,4] -> [?,2] need not keep its first dimension."""
+    types = {"x": ir.DataType.FLOAT, "to": ir.DataType.INT64}
+    x, to = (ir.Value(name=name, type=ir.TensorType(kind)) for name, kind in types.items())
+    x.shape, to.shape = ir.Shape([None, 4]), ir.Shape([2])
+    view = ir.node("Reshape", [x, to])
+    (y,) = view.outputs
+    y.name, y.shape, y.type = "y", ir.Shape([None, 2]), x.type
+    graph = ir.Graph([x, to], [y], nodes=[view], opset_imports={"": 24}, name="views")
+    model = ir.Model(graph, ir_version=10)
+    fix_shapes(model)
+    (found,) = run(model, {"x": np.zeros((3, 4), np.float32), "to": np.array([6, 2])})
+    assert found.shape == (6, 2)
+
+
+def test_a_tied_weight_of_rows_without_a_batch_is_left_to_matmul() -> None:
+    """Its product is no [B,-1,V]."""
+    kind = ir.DataType.FLOAT
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    weight = ir.Value(name="w", shape=ir.Shape([4, 3]), type=ir.TensorType(kind))
+    weight.const_value = ir.tensor(table, name="w")
+    ids = ir.Value(name="ids", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
+    rows = ir.node("Gather", [weight, ids], {"axis": 0})
+    turned = ir.node("Transpose", [weight], {"perm": [1, 0]})
+    x, turned_weight = rows.outputs[0], turned.outputs[0]
+    x.shape, x.type = ir.Shape(["N", 3]), weight.type
+    product = ir.node("MatMul", [x, turned_weight])
+    (y,) = product.outputs
+    y.name, y.shape, y.type = "y", ir.Shape(["N", 4]), weight.type
+    graph = ir.Graph([ids], [y], nodes=[rows, turned, product], opset_imports={"": 24}, name="tied")
+    graph.register_initializer(weight)
+    model = ir.Model(graph, ir_version=10)
+    store_for_matmul(model)
+    (found,) = run(model, {"ids": np.array([2, 0])})
+    np.testing.assert_array_equal(found, table[[2, 0]] @ table.T)

@@ -6,11 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
 
+from eagle3.export.attention import LOWERINGS
 from eagle3.export.build import check_device_graphs
+from eagle3.export.graph_builder import GraphBuilder
+from eagle3.export.growth_attention import GrowthAttention, LayerSizes
 from eagle3.plans.ort_cuda_lint import lint_ort_cuda
 from eagle3.runtime.bundle import Bundle
 from eagle3.runtime.errors import BuildError
@@ -60,6 +66,28 @@ def test_every_fault_is_named_with_its_node(tmp_path: Path) -> None:
     assert "Reshape node 'view' waits for 'target', which is no constant" in said
     assert "FusedMatMul node 'y' is of com.microsoft, export with --lowering portable" in said
     assert "Concat" not in said and said.endswith("choose a TensorRT backend for this model")
+
+
+def test_many_inputs_are_joined_few_at_a_time(tmp_path: Path) -> None:
+    """Also where a growth graph repeats its mask for every query head of a key head."""
+    for count in (32, 33):
+        nodes = [helper.make_node("Concat", ["x"] * count, ["y"], axis=0, name="all")]
+        path = written(tmp_path / f"{count}.onnx", *nodes)
+        if count == 32:
+            lint_ort_cuda(path)
+    with pytest.raises(BuildError, match="Concat node 'all' joins 33 inputs, more than 32"):
+        lint_ort_cuda(path)
+    add = GraphBuilder("tiled", {"": 24})
+    bias = add.input("bias", ir.DataType.FLOAT, "B", "N", 3)
+    sizes = LayerSizes(ir.DataType.FLOAT, 70, 1, 8, 1.0, 16)
+    attention = GrowthAttention(add, sizes, (bias, bias), bias, LOWERINGS["portable"])
+    add.output(attention._tiled(bias), "tiled", ir.DataType.FLOAT, "B", "R", 3)
+    proto = ir.serde.serialize_model(add.model())
+    onnx.save(proto, tmp_path / "tiled.onnx")
+    lint_ort_cuda(tmp_path / "tiled.onnx")
+    x = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
+    (found,) = ReferenceEvaluator(proto).run(None, {"bias": x})
+    np.testing.assert_array_equal(found, np.concatenate([x] * 70, axis=1))
 
 
 def test_more_faults_than_fit(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Options:
         self.log_severity_level = 2
         self.enable_mem_pattern = True
         self.entries: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
 
     def add_session_config_entry(self, key: str, value: str) -> None:
         self.entries[key] = value
@@ -36,6 +37,7 @@ class Options:
     def add_free_dimension_override_by_name(self, name: str, size: int) -> None:
         if (name, size) != ("B", 1):
             raise RuleBroken(f"{name} is taken to be {size}: calls of another size fail")
+        self.sizes[name] = size
 
     add_run_config_entry = add_session_config_entry
 
@@ -61,7 +63,24 @@ class StandInOrt:
     def preload_dlls(self) -> None:
         print("this must not reach a user's stdout")
 
-    def InferenceSession(self, path: str, options: Options, providers: Any) -> StandInSession:
+    def set_default_logger_severity(self, level: int) -> None:
+        self.log_severity_level = level
+
+    @property
+    def OrtValue(self) -> Any:
+        """Memory on the device, which there is where the provider starts."""
+
+        def make(shape: list[int], dtype: Any, device: str, index: int) -> None:
+            if device == "cuda" and not self._starts:
+                raise RuntimeError("CUDA Provider not available, can't get interface for it")
+
+        return SimpleNamespace(ortvalue_from_shape_and_type=make)
+
+    def InferenceSession(
+        self, path: str, options: Options, providers: Any, enable_fallback: int = 1
+    ) -> StandInSession:
+        if enable_fallback:
+            raise RuleBroken("a failure is printed, and tried again on the CPU")
         ((name, settings),) = providers
         if name != "CUDAExecutionProvider" or not options.entries.get(
             "session.disable_cpu_ep_fallback"
@@ -71,23 +90,32 @@ class StandInOrt:
             raise RuleBroken("the provider launches on another stream than the driver's")
         if options.enable_mem_pattern:
             raise RuleBroken("a block for all of a call is allocated anew in its second")
+        if not self._starts:
+            raise ValueError("graph nodes that are assigned to the default CPU EP")
         program = self._programs[Path(path).name.removesuffix(".onnx")]
-        return StandInSession(self._driver, program, self.providers[not self._starts :])
+        return StandInSession(self._driver, program, self.providers, options.sizes)
 
 
 class StandInSession:
-    def __init__(self, driver: StandInDriver, program: Program, providers: list[str]) -> None:
+    def __init__(
+        self,
+        driver: StandInDriver,
+        program: Program,
+        providers: list[str],
+        sizes: Mapping[str, int],
+    ) -> None:
         self.driver, self.program, self._providers = driver, program, providers
+        self._sizes = sizes
         self._calls: Counter[tuple[tuple[str, Shape], ...]] = Counter()
 
     def get_providers(self) -> list[str]:
         return self._providers
 
     def get_inputs(self) -> list[Any]:
-        return [_described(tensor) for tensor in self.program.inputs]
+        return [_described(tensor, self._sizes) for tensor in self.program.inputs]
 
     def get_outputs(self) -> list[Any]:
-        return [_described(tensor) for tensor in self.program.outputs]
+        return [_described(tensor, self._sizes) for tensor in self.program.outputs]
 
     def io_binding(self) -> StandInBinding:
         return StandInBinding(self.driver)
@@ -138,7 +166,9 @@ class StandInBinding:
     bind_output = bind_input
 
 
-def _described(tensor: Tensor) -> Any:
-    """As ONNX Runtime describes an input or output."""
+def _described(tensor: Tensor, sizes: Mapping[str, int]) -> Any:
+    """As ONNX Runtime describes an input or output, the sizes it was told filled in."""
     kind = f"tensor({_TYPES.get(tensor.dtype, tensor.dtype)})"
-    return SimpleNamespace(name=tensor.name, type=kind, shape=list(tensor.shape))
+    return SimpleNamespace(
+        name=tensor.name, type=kind, shape=[sizes.get(dim, dim) for dim in tensor.shape]
+    )

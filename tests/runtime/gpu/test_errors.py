@@ -157,7 +157,7 @@ def test_a_width_that_no_profile_takes(setup: Setup) -> None:
         for shape in profile["input_ids"]:
             shape[1] = min(shape[1], 2)
     path.write_text(json.dumps(content))
-    with pytest.raises(EngineError, match=r"takes input_ids \[1, 7\].*; run `eagle3 build"):
+    with pytest.raises(EngineError, match=r"takes input_ids \[1, 16\].*; run `eagle3 build"):
         Device(setup.load(), setup.driver, Kernels(setup.driver, b""), Clock())
 
 

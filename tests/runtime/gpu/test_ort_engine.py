@@ -9,7 +9,7 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from on_device import copy_of
+from on_device import copy_of, on_device
 from programs import build_plan_files, programs_of
 from stand_in import RuleBroken, StandInDriver
 from stand_in_ort import Options, StandInOrt
@@ -119,9 +119,9 @@ def test_float32_products_are_not_rounded(setup: Setup, monkeypatch: pytest.Monk
     asked: list[dict[str, str]] = []
     make = StandInOrt.InferenceSession
 
-    def spy(self: StandInOrt, path: str, options: Options, providers: Any) -> Any:
+    def spy(self: StandInOrt, path: str, options: Options, providers: Any, **how: Any) -> Any:
         asked.extend(settings for _, settings in providers)
-        return make(self, path, options, providers)
+        return make(self, path, options, providers, **how)
 
     monkeypatch.setattr(StandInOrt, "InferenceSession", spy)
     setup.engine()
@@ -143,10 +143,18 @@ def test_without_the_provider(setup: Setup, capsys: pytest.CaptureFixture[str]) 
     setup.module = StandInOrt(setup.driver, setup.module._programs, starts=False)
     with pytest.raises(DeviceError, match=r"CUDA provider does not start: .*extras cuda and cudnn"):
         setup.engine()
+    setup.module = StandInOrt(setup.driver, setup.module._programs)
     setup.module.InferenceSession = lambda *_, **__: 1 / 0  # type: ignore
     with pytest.raises(
         BundleError, match="engine 'target' .* every node must run: division .*build"
     ):
+        setup.engine()
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("cuda_call.cc:154 long\n CUDA failure 2: out of memory ; GPU=0\n\n")
+
+    setup.module.InferenceSession = full  # type: ignore
+    with pytest.raises(DeviceError, match=r"not load: CUDA failure 2: out of memory; end"):
         setup.engine()
     assert capsys.readouterr().out == ""
 
@@ -156,8 +164,43 @@ def test_a_graph_with_other_tensors_is_refused(setup: Setup) -> None:
     program.inputs = [  # type: ignore[misc]
         replace(t, dtype="int32") if t.name == "past_len" else t for t in program.inputs
     ]
-    with pytest.raises(BundleError, match=r"input past_len int64 \[B\] is asked for by its manife"):
+    with pytest.raises(BundleError, match=r"input past_len int64 \[1\] is asked for by its manife"):
         setup.engine()
+
+
+def test_onnxruntime_describes_the_graphs_as_the_stand_in_does(portable: Bundle) -> None:
+    """The real one, on the CPU: what it was told of the batch is a number in every shape."""
+
+    class Real(StandInOrt):
+        """Its sessions are onnxruntime's own; the provider is not asked for."""
+
+        SessionOptions = staticmethod(onnxruntime.SessionOptions)  # type: ignore
+
+        def InferenceSession(self, path: str, options: Any, **_: Any) -> Any:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "0")
+            session = onnxruntime.InferenceSession(path, options)
+            session.get_providers = lambda: ["CUDAExecutionProvider"]
+            return session
+
+    driver = StandInDriver()
+    programs = programs_of(portable)
+    real = load_engines(portable, OrtCuda(Real(driver, programs)), driver)
+    stand_in = load_engines(portable, OrtCuda(StandInOrt(driver, programs)), driver)
+    for mine, theirs in ((real.target, stand_in.target), (real.draft, stand_in.draft)):
+        assert isinstance(mine, OrtEngine) and isinstance(theirs, OrtEngine)
+        assert sorted(map(str, mine.inputs)) == sorted(map(str, theirs.inputs))
+        assert {spec.shape[0] for spec in (*mine.inputs, *mine.outputs)} == {1}
+
+
+def test_no_prompt_has_calls_longer_than_those_at_load(portable: Bundle, tmp_path: Path) -> None:
+    """Whose memory the provider's arena would have to grow by, for good."""
+    own = on_device(portable, tmp_path, library="ort-cuda")
+    programs = (own.target, own.growth)
+    longest = [max(program.widths) for program in programs]
+    for size in (*range(1, 17), 40):
+        own.engine.generate([1 + i % 60 for i in range(size)], max_new_tokens=2)
+    assert [max(program.widths) for program in programs] == longest
+    assert longest[0] >= portable.manifest.plan.prefill_chunk
 
 
 def test_it_is_chosen_where_there_are_no_plan_files(
@@ -172,6 +215,10 @@ def test_it_is_chosen_where_there_are_no_plan_files(
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     assert chosen_backend(portable) == "ort-cuda"
     assert isinstance(gpu_load._library("ort-cuda"), OrtCuda)
+    monkeypatch.undo()
+    plan = replace(portable.manifest.plan, backend="ort-cuda")
+    planned = replace(portable, manifest=replace(portable.manifest, plan=plan))
+    assert chosen_backend(planned) == "ort-cuda", "which then says how to install it"
     built = copy_of(portable, tmp_path)
     build_plan_files(built.root)
     assert chosen_backend(built) == "tensorrt", "somebody built them"
@@ -187,8 +234,13 @@ def test_a_bundle_without_a_draft(setup: Setup) -> None:
 
 
 def test_int8_weights_are_refused_with_the_way_out(setup: Setup) -> None:
-    plan = replace(setup.bundle.manifest.plan, draft_weights="int8")
-    bundle = replace(setup.bundle, manifest=replace(setup.bundle.manifest, plan=plan))
+    """Those of the head that drafts: the plan says what its first draft was exported with."""
+    manifest = setup.bundle.manifest
+    plan = replace(manifest.plan, draft_weights="int8")
+    of_another = replace(setup.bundle, manifest=replace(manifest, plan=plan))
+    assert load_engines(of_another, OrtCuda(setup.module), setup.driver).draft is not None
+    drafts = {name: replace(info, weights="int8") for name, info in manifest.drafts.items()}
+    bundle = replace(setup.bundle, manifest=replace(manifest, drafts=drafts))
     with pytest.raises(PlanError, match="draft eagle3 are int8 .*--draft-weights same, or run"):
         load_engines(bundle, OrtCuda(setup.module), setup.driver)
     with pytest.raises(PlanError, match="draft_weights is int8, whose blocks backend ort-cuda has"):
