@@ -50,9 +50,9 @@ def store_for_matmul(model: ir.Model) -> None:
 
 
 def _multiplies_rows(matmul: ir.Node) -> bool:
-    """Whether its input is [B,N,K]."""
+    """Whether its input may be [B,N,K]: a trace forgets the shapes between its nodes."""
     x = matmul.inputs[0]
-    return x is not None and x.shape is not None and len(x.shape) == 3
+    return x is not None and (x.shape is None or len(x.shape) == 3)
 
 
 def swaps_last_two(transpose: ir.Node) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import tiny
 import torch
@@ -48,6 +49,11 @@ def test_tied_embeddings_are_stored_once(exported: Any) -> None:
         # also a transposed one, would be 8 KiB. parameters() counts a tied matrix once.
         copy = model_bytes([target.model.lm_head.weight])
         assert 0 <= data - (model_bytes(target.model.parameters()) - vectors) < copy / 4
+        # A Transpose of a weight would be folded, and be a copy, when ONNX Runtime loads it.
+        graph = onnx.load(target.bundle.path("target.onnx"), load_external_data=False).graph
+        turned = {node.input[0] for node in graph.node if node.op_type == "Transpose"}
+        assert not turned & {tensor.name for tensor in graph.initializer}
+        assert sum(node.op_type == "Gemm" for node in graph.node) == 1
 
 
 def test_sharded_safetensors(tmp_path: Path) -> None:
