@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Candidates:
     logits: Float32s | None
 
 
-class CandidateEngine:
+class CandidateEngine(ABC):
     """Batch 1. Slots 0 .. `num_rows` - 1 of the cache hold a text; tree rows stand behind it and
     are overwritten by the next extension.
 
@@ -134,9 +135,9 @@ class CandidateEngine:
             outputs["logits"] = self._logits.value(1, picked, self.draft_vocab_size)
         return inputs, outputs
 
+    @abstractmethod
     def _own_values(self, count: int, window: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Inputs and outputs that this kind of engine has besides."""
-        raise NotImplementedError
 
 
 def bound_candidates(

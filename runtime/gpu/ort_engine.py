@@ -73,7 +73,7 @@ class OrtCuda:
         Raises DeviceError where the provider does not start, BundleError for a graph that it cannot
         run.
         """
-        self.module.set_default_logger_severity(4)  # else each session warns on stderr
+        self.module.set_default_logger_severity(3)  # else each session warns on stderr
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
             self.module.preload_dlls()  # CUDA's libraries, where they came with pip
         providers = [(_PROVIDER, provider_options(stream))]

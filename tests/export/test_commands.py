@@ -20,6 +20,19 @@ from eagle3.runtime.drafters import DRAFTERS
 from eagle3.runtime.errors import ExportError
 
 
+@pytest.fixture
+def requests(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[build.ExportRequest]:
+    """What is asked of the exporter, which gives `bundle` each time."""
+    asked: list[build.ExportRequest] = []
+
+    def fake(request: build.ExportRequest, report: Any) -> Any:
+        asked.append(request)
+        return bundle, type("Check", (), {"warnings": []})
+
+    monkeypatch.setattr(build, "export_bundle", fake)
+    return asked
+
+
 def test_export_options_become_a_request(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -83,29 +96,15 @@ def test_what_follows_from_what_was_typed(
     assert (asked[0].backend, asked[0].lowering) == (backend, lowering)
 
 
-def test_export_defaults_are_the_plans(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
+def test_export_defaults_are_the_plans(requests: list[build.ExportRequest]) -> None:
     assert call("export", "--target", "org/t", "--draft", "none", "-o", "out").exit_code == 0
     assert requests[0].plan == Plan() and requests[0].drafts == ()
     assert requests[0].command == "eagle3 export --target org/t --draft none --output out"
 
 
 def test_several_drafts_keep_their_order_and_names(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    requests: list[build.ExportRequest], tmp_path: Path
 ) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
     drafts = ("--draft", tmp_path / "head", "--draft", f"mine={tmp_path / 'lm.gguf'}")
     result = call("export", "--target", "org/t", *drafts, "-o", "out")
     assert result.exit_code == 0, result.output
@@ -196,16 +195,7 @@ def test_export_for_real(llama_folder: Path, tmp_path: Path) -> None:
     assert data["stats"]["proposed_by_position"]
 
 
-def test_export_keeps_a_static_tree(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    requests: list[build.ExportRequest] = []
-
-    def fake(request: build.ExportRequest, report: Any) -> Any:
-        requests.append(request)
-        return bundle, type("Check", (), {"warnings": []})
-
-    monkeypatch.setattr(build, "export_bundle", fake)
+def test_export_keeps_a_static_tree(requests: list[build.ExportRequest], tmp_path: Path) -> None:
     words = ("export", "--target", "t", "--draft", "h", "-o", "out", "--tree")
     file = tmp_path / "my tree.json"
     file.write_text("[[0], [1], [0, 0]]")
