@@ -7,9 +7,9 @@ result = engine.generate("Hello", max_new_tokens=64)
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eagle3.runtime.acceptance.rules import TokenLogprob
     from eagle3.runtime.engine import Chunk, Engine, Result, load
     from eagle3.runtime.errors import Eagle3Error
-    from eagle3.runtime.rules import TokenLogprob
     from eagle3.runtime.stats import Stats
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ _HOMES = {
     "Result": "engine",
     "load": "engine",
     "Eagle3Error": "errors",
-    "TokenLogprob": "rules",
+    "TokenLogprob": "acceptance.rules",
     "Stats": "stats",
 }
 

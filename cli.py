@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from eagle3 import __version__
-from eagle3.export.commands import export
-from eagle3.plans.build_commands import build
-from eagle3.plans.commands import plan_group
+from eagle3.export.commands.export_command import export
+from eagle3.plans.commands.build_command import build
+from eagle3.plans.commands.plan_command import plan_group
 from eagle3.plans.plan import TreeRequest
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
+from eagle3.runtime.bundle.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
 from eagle3.runtime.errors import Eagle3Error
-from eagle3.runtime.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
-from eagle3.runtime.options import all_options, json_option, note, parsed, print_result
-from eagle3.train.commands import train
+from eagle3.runtime.terminal.options import all_options, json_option, note, parsed, print_result
+from eagle3.train.commands.train_command import train
 
 if TYPE_CHECKING:
     from eagle3.runtime.engine import Engine
@@ -177,7 +177,7 @@ def run(
     **flags: Any,
 ) -> None:
     """Answer PROMPT, or what stands on stdin, in a stream."""
-    from eagle3.runtime.console import stdin_text
+    from eagle3.runtime.terminal.console import stdin_text
 
     if flags["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs needs --json: they are fields of its object")
@@ -191,7 +191,7 @@ def run(
 
 
 def _answer(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]) -> None:
-    from eagle3.runtime.console import answer, stats_lines
+    from eagle3.runtime.terminal.console import answer, stats_lines
 
     result = answer(engine, prompt, _silent if as_json else _write, **options)
     print_result(result.to_json(), [""], as_json)
@@ -202,7 +202,7 @@ def _answer(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any])
 
 
 def _compare(engine: Engine, prompt: str, as_json: bool, options: dict[str, Any]) -> None:
-    from eagle3.runtime import console
+    from eagle3.runtime.terminal import console
 
     comparison = console.compare(engine, prompt, _silent if as_json else _write, **options)
     if comparison.cancelled:
@@ -228,8 +228,8 @@ def chat(
     **flags: Any,
 ) -> None:
     """Talk; /reset forgets, /exit ends, Ctrl-C stops an answer."""
-    from eagle3.runtime.console import typed_lines
-    from eagle3.runtime.conversation import Conversation, converse
+    from eagle3.runtime.terminal.console import typed_lines
+    from eagle3.runtime.terminal.conversation import Conversation, converse
 
     options, lines = _request(**flags), typed_lines(note)
     talk = Conversation(_load(bundle, threads, device, backend), note, system, **options)
@@ -260,8 +260,8 @@ def verify(
     backend: str | None,
 ) -> None:
     """Check that no drafter of BUNDLE changes the target's text; exit 1 if one does."""
-    from eagle3.runtime import verify as checks
-    from eagle3.runtime.prompts import PROMPTS, load_prompts
+    from eagle3.runtime.checks import verify as checks
+    from eagle3.runtime.text.prompt_files import PROMPTS, load_prompts
 
     texts = PROMPTS if prompts is None else load_prompts(prompts)
     limit = checks.MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
@@ -278,8 +278,8 @@ def verify(
 @json_option
 def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
     """Say what is inside BUNDLE."""
-    from eagle3.runtime.bundle import Bundle
-    from eagle3.runtime.describe import describe, description_lines
+    from eagle3.runtime.bundle.describe import describe, description_lines
+    from eagle3.runtime.bundle.folder import Bundle
 
     opened = Bundle.open(bundle)
     if hashes:
@@ -292,7 +292,7 @@ def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
 @json_option
 def doctor(as_json: bool) -> None:
     """Say what this machine can run and what is missing; exit 1 if nothing can run."""
-    from eagle3.runtime.doctor import diagnose
+    from eagle3.runtime.checks.doctor import diagnose
 
     found = diagnose()
     print_result(found.to_json(), found.lines(), as_json)

@@ -23,11 +23,11 @@ from typing import Any
 import click
 import torch
 
-from eagle3.export.target import load_target
-from eagle3.runtime.batch import BatchEngine, BatchRequest
-from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.chat import ChatTemplate, encode_prompt, load_tokenizer
+from eagle3.export.targets.target import load_target
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.ort.batch_engine import BatchEngine, BatchRequest
 from eagle3.runtime.params import SamplingParams
+from eagle3.runtime.text.chat_template import ChatTemplate, encode_prompt, load_tokenizer
 
 
 @dataclass(frozen=True)

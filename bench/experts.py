@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
-from eagle3.export.attention import Nodes
+from eagle3.export.graphs.attention import Nodes
 
 ROWS = (1, 2, 6, 12, 16, 64)
 

@@ -131,7 +131,7 @@ def _there(module: str) -> bool:
 
 def installed_backends() -> list[str]:
     """Those that can be tried here."""
-    from eagle3.runtime.gpu.ort_engine import has_cuda_provider
+    from eagle3.runtime.gpu.ort_cuda_engine import has_cuda_provider
 
     found = [name for name, (module, _) in PACKAGES.items() if _there(module)]
     return [name for name in found if name != "ort-cuda" or has_cuda_provider()]
@@ -292,7 +292,7 @@ def write_cubin(capability: str, path: str) -> None:
 
 def check_bundle(bundle: str, backend: str, end: float, first: int, options: dict[str, Any]) -> Row:
     """Everything about one bundle that can still be started before `end`."""
-    from eagle3.runtime.prompts import PROMPTS
+    from eagle3.runtime.text.prompt_files import PROMPTS
 
     row = Row(bundle, backend)
     if time.monotonic() > end:

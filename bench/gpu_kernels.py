@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.runtime.accept import accept_by_token
+from eagle3.runtime.acceptance.accept import accept_by_token
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.gpu.kernels import Kernels
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.trees.tree import Tree
 
 WIDTH, VOCAB, HEADS, SLOTS, WORDS, LAYERS, FEATURES = 60, 11, 4, 512, 32, 6, 48
 ROOM = 128  # rows that may wait for the draft

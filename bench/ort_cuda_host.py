@@ -90,7 +90,7 @@ class Watch:
 
 def session(library: Any, path: str, own_graphs: bool) -> Any:
     """As the runtime makes it, or besides with the provider's own graphs."""
-    from eagle3.runtime.gpu import ort_engine
+    from eagle3.runtime.gpu import ort_cuda_engine as ort_engine
 
     settings = ort_engine.provider_options(STREAM)
     if own_graphs:
@@ -156,8 +156,8 @@ def watched(bundle: str, wheel: str, width: int) -> bool:
     sys.path.insert(0, wheel)
     watch = Watch()
     os.environ["CUDA_ON_HOST"] = watch.number
-    from eagle3.runtime.bundle import Bundle
-    from eagle3.runtime.gpu.ort_engine import OrtCuda, load_ort_engines
+    from eagle3.runtime.bundle.folder import Bundle
+    from eagle3.runtime.gpu.ort_cuda_engine import OrtCuda, load_ort_engines
 
     library, well = OrtCuda(), True
     driver: Any = SimpleNamespace(stream=STREAM)

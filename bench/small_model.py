@@ -19,7 +19,7 @@ from typing import Any
 import click
 import torch
 
-from eagle3.export.target import Target, load_target
+from eagle3.export.targets.target import Target, load_target
 from eagle3.runtime.errors import ExportError
 
 _LEARNING_RATE = 3e-4

@@ -21,9 +21,9 @@ from typing import Any
 import click
 
 from eagle3.plans.plan import TreePlan
-from eagle3.train.config import Recipe, TrainRequest
-from eagle3.train.evaluate import EvalRequest, evaluate
-from eagle3.train.head import train_head
+from eagle3.train.evaluation.evaluate import EvalRequest, evaluate
+from eagle3.train.loop.train_head import train_head
+from eagle3.train.requests.recipe import Recipe, TrainRequest
 
 SHARES = (0.125, 0.25, 0.5, 1.0)
 TREES = {"tree": TreePlan(4, 4, 10), "chain": TreePlan(1, 5, 5)}

@@ -1,1 +1,5 @@
-"""Checkpoint -> bundle: ONNX graphs, weights, tokenizer, manifest. Needs torch and transformers."""
+"""From checkpoints to a bundle: trace, lower, check against PyTorch, publish.
+
+Needs torch and transformers, which the runtime never imports. The files in this folder are the
+stage itself (export, add a draft, publish); each step has a room below.
+"""

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eagle3.plans.tensorrt_files import FOLDER, foreign_files
-from eagle3.runtime.bundle import MANIFEST_NAME, Bundle
+from eagle3.plans.tensorrt.plan_files import FOLDER, foreign_files
+from eagle3.runtime.bundle.folder import MANIFEST_NAME, Bundle
+from eagle3.runtime.bundle.manifest import FORMAT
 from eagle3.runtime.errors import ExportError
-from eagle3.runtime.manifest import FORMAT
 
 
 def check_output(output: Path, force: bool) -> None:

@@ -1,1 +1,5 @@
-"""What to build and how to run it: static shapes, tree budget, precision."""
+"""What to build: static shapes, tree budget, precision, and what they cost on a device.
+
+A plan, its presets, memory and latency estimates belong here and know nothing of a bundle. The
+rooms below check graphs (`lint`), compile them (`tensorrt`) and hold the commands.
+"""

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eagle3.plans.device import Device
-from eagle3.plans.model import Attention, DraftFacts, TargetFacts
+from eagle3.plans.backends import TENSORRT_BACKENDS
+from eagle3.plans.device_spec import Device
+from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
 from eagle3.plans.plan import Plan
-from eagle3.plans.rules import TENSORRT_BACKENDS
 from eagle3.runtime.errors import PlanError
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

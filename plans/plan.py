@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
-from eagle3.plans.rules import (
+from eagle3.plans.backends import (
     PADDED_BACKENDS,
     check_backend,
     check_choice,

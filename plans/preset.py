@@ -18,7 +18,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from eagle3.plans.device import Device
+from eagle3.plans.device_spec import Device
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.tree_paths import TreePaths
 from eagle3.runtime.errors import PlanError

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from eagle3.plans.device import Device
+from eagle3.plans.device_spec import Device
+from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
 from eagle3.plans.memory import kv_bytes_per_token, matrix_bytes
-from eagle3.plans.model import Attention, DraftFacts, TargetFacts
 from eagle3.plans.plan import Plan
 from eagle3.runtime.errors import PlanError
 

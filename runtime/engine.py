@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan, TreeRequest
-from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.chat import ChatTemplate, Prompt, encode_prompt, load_tokenizer
-from eagle3.runtime.decode import Decoding, Round
-from eagle3.runtime.drafters import DRAFTERS, Drafter, available, build
+from eagle3.runtime.acceptance.rules import AcceptanceRule, TokenLogprob
+from eagle3.runtime.acceptance.sampling import TokenHistory
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.drafters.base import Drafter
+from eagle3.runtime.drafters.registry import DRAFTERS, available, build
 from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
-from eagle3.runtime.host_rounds import HostRounds
-from eagle3.runtime.pace import Pace, PlainCost
+from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.ort.target_engine import TargetEngine
 from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
 from eagle3.runtime.request import (
     Options,
@@ -27,15 +28,15 @@ from eagle3.runtime.request import (
     checked_logprobs,
     checked_stop,
 )
-from eagle3.runtime.rounds import RoundEngine
-from eagle3.runtime.rules import AcceptanceRule, TokenLogprob
-from eagle3.runtime.sampling import TokenHistory
-from eagle3.runtime.sequence import FinishReason, TokenSequence
-from eagle3.runtime.session import Clock
+from eagle3.runtime.request_lock import Turns
+from eagle3.runtime.rounds.decode import Decoding, Round
+from eagle3.runtime.rounds.endings import FinishReason, TokenSequence
+from eagle3.runtime.rounds.host_rounds import HostRounds
+from eagle3.runtime.rounds.pace import Pace, PlainCost
+from eagle3.runtime.rounds.protocol import RoundEngine
 from eagle3.runtime.stats import Stats, StatsRecorder
-from eagle3.runtime.target import TargetEngine
-from eagle3.runtime.text import TextStream
-from eagle3.runtime.turns import Turns
+from eagle3.runtime.text.chat_template import ChatTemplate, Prompt, encode_prompt, load_tokenizer
+from eagle3.runtime.text.text_stream import TextStream
 
 if TYPE_CHECKING:
     from eagle3.runtime.gpu.device import Device
@@ -272,7 +273,7 @@ class Engine:
     def _rounds(self, drafter: str, rule: AcceptanceRule) -> RoundEngine:
         if self.device is None:
             return HostRounds(self.target, self.drafter(drafter), rule)
-        from eagle3.runtime.gpu.rounds import DeviceRounds
+        from eagle3.runtime.gpu.device_rounds import DeviceRounds
 
         return DeviceRounds(self.device, rule, drafts=drafter != "none")
 

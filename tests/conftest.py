@@ -14,7 +14,7 @@ from once import exported_once
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

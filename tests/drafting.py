@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import eagle3
-from eagle3.runtime.drafters import Drafter, DraftRequest
-from eagle3.runtime.sampling import draft_probs, sample_inverse_cdf
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.acceptance.sampling import draft_probs, sample_inverse_cdf
+from eagle3.runtime.drafters.base import Drafter, DraftRequest
+from eagle3.runtime.trees.tree import Tree
 
 
 class Positions:

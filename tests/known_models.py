@@ -1,6 +1,6 @@
 """Models whose sizes are known, written out by hand from their public configurations."""
 
-from eagle3.plans.model import Attention, DraftFacts, Experts, TargetFacts
+from eagle3.plans.facts import Attention, DraftFacts, Experts, TargetFacts
 
 
 def llama_8b() -> TargetFacts:

@@ -11,7 +11,7 @@ import tiny
 from filelock import FileLock
 
 from eagle3.plans.plan import Plan
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

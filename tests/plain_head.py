@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3.export.check import relative_error
-from eagle3.runtime.draft import DraftEngine
+from eagle3.export.checks.self_check import relative_error
+from eagle3.runtime.ort.draft_engine import DraftEngine
 
 TOLERANCE = 1e-4
 

@@ -22,18 +22,21 @@ import eagle3
 from eagle3 import cli
 from eagle3.plans.plan import TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
-from eagle3.runtime import bundle as bundle_module
-from eagle3.runtime import console, doctor, rules, session
 from eagle3.runtime import engine as engine_module
-from eagle3.runtime import verify as checks
-from eagle3.runtime.accept import Accepted
-from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.conversation import Conversation, converse
-from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.acceptance import rules
+from eagle3.runtime.acceptance.accept import Accepted
+from eagle3.runtime.bundle import folder as bundle_module
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.checks import doctor
+from eagle3.runtime.checks import verify as checks
+from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import EngineError, EngineMissing, RequestError
+from eagle3.runtime.ort import session
 from eagle3.runtime.stats import Stats
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.terminal import console
+from eagle3.runtime.terminal.conversation import Conversation, converse
+from eagle3.runtime.trees.tree import Tree
 
 
 @pytest.fixture

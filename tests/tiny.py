@@ -17,11 +17,11 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from eagle3.export.build import ExportRequest, export_bundle
-from eagle3.export.drafts import DraftSource
+from eagle3.export.drafts.draft_source import DraftSource
+from eagle3.export.exporter import ExportRequest, export_bundle
 from eagle3.plans.plan import Plan, TreePlan
-from eagle3.runtime.bundle import Bundle, describe_files, write_manifest
-from eagle3.runtime.text import _BYTE_ALPHABET
+from eagle3.runtime.bundle.folder import Bundle, describe_files, write_manifest
+from eagle3.runtime.text.text_stream import _BYTE_ALPHABET
 
 HIDDEN = 32
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3.train.dataset import Conversation, TokenDataset, write_dataset
+from eagle3.train.batches.token_dataset import Conversation, TokenDataset, write_dataset
 
 
 def conversations(count: int = 24, seed: int = 0, vocab_size: int = 64) -> list[Conversation]:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle3.export.heads.assume import Assumptions
-from eagle3.export.heads.description import Resolved
-from eagle3.export.heads.dialect import AUX_LAYERS_KEY, Dialect
-from eagle3.export.heads.fields import mapping
+from eagle3.export.heads.dialects.dialect import AUX_LAYERS_KEY, Dialect
+from eagle3.export.heads.dialects.fields import mapping
+from eagle3.export.heads.head_config import Resolved
 from eagle3.runtime.errors import CheckpointError
 
 _COUNTS = {"outputs": "layer outputs, plus one", "inputs": "hidden_states indices"}

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from eagle3.export.heads.assume import Assumptions
-from eagle3.export.heads.description import AUX_LAYERS, Head, TargetFacts
-from eagle3.export.heads.files import Checkpoint, open_checkpoint
+from eagle3.export.heads.checkpoint_files import Checkpoint, open_checkpoint
+from eagle3.export.heads.head_config import AUX_LAYERS, Head, TargetFacts
 from eagle3.export.heads.layers import aux_layers
 from eagle3.export.heads.recognise import recognise
 from eagle3.export.heads.resolve import check_fit, head_config

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eagle3.export.heads import specforge, speculators
 from eagle3.export.heads.assume import Assumptions
-from eagle3.export.heads.description import Resolved
-from eagle3.export.heads.dialect import Dialect
-from eagle3.export.heads.eagle1 import EAGLE1
-from eagle3.export.heads.files import Checkpoint
-from eagle3.export.heads.official import EAGLE_KEYS, OFFICIAL
+from eagle3.export.heads.checkpoint_files import Checkpoint
+from eagle3.export.heads.dialects import specforge, speculators
+from eagle3.export.heads.dialects.dialect import Dialect
+from eagle3.export.heads.dialects.eagle1 import EAGLE1
+from eagle3.export.heads.dialects.official import EAGLE_KEYS, OFFICIAL
+from eagle3.export.heads.head_config import Resolved
 from eagle3.runtime.errors import CheckpointError
 
 _EAGLE3 = {

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from eagle3.export.heads import fields
-from eagle3.export.heads.description import HeadConfig, TargetFacts
-from eagle3.export.heads.dialect import Dialect
-from eagle3.export.heads.rope import rope
+from eagle3.export.heads.dialects import fields
+from eagle3.export.heads.dialects.dialect import Dialect
+from eagle3.export.heads.head_config import HeadConfig, TargetFacts
+from eagle3.export.heads.head_rope import rope
 from eagle3.export.heads.tensors import layer_name
 from eagle3.export.heads.values import CONFIG, DEFAULT, FLAG, TENSORS, Values
 from eagle3.runtime.errors import CheckpointError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from eagle3.export.heads.description import OWN_EMBEDDING, HeadConfig
+from eagle3.export.heads.head_config import OWN_EMBEDDING, HeadConfig
 from eagle3.runtime.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]

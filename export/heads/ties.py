@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from eagle3.export.heads.description import OWN_EMBEDDING, HeadConfig, TargetFacts
-from eagle3.export.heads.fields import boolean
+from eagle3.export.heads.dialects.fields import boolean
+from eagle3.export.heads.head_config import OWN_EMBEDDING, HeadConfig, TargetFacts
 from eagle3.export.heads.values import CONFIG, DEFAULT, FLAG, TENSORS, Values
 from eagle3.runtime.errors import CheckpointError
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eagle3.export.heads import fields
 from eagle3.export.heads.assume import KINDS, Assumptions
-from eagle3.export.heads.description import Resolved
+from eagle3.export.heads.dialects import fields
+from eagle3.export.heads.head_config import Resolved
 from eagle3.runtime.errors import CheckpointError
 
 FLAG, CONFIG, DEFAULT, TENSORS = "flag", "config", "dialect default", "tensors"

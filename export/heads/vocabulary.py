@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3.export.heads.description import HeadConfig
+from eagle3.export.heads.head_config import HeadConfig
 from eagle3.export.heads.values import DEFAULT, FLAG, TENSORS, Values
 from eagle3.runtime.errors import CheckpointError
 

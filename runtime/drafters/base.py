@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.plans.plan import TreePlan
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.trees.tree import Tree
 
 Int64s = NDArray[np.int64]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from eagle3.runtime.acceptance.sampling import Float32s, draft_probs, sample_inverse_cdf
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
-from eagle3.runtime.sampling import Float32s, draft_probs, sample_inverse_cdf
 
 
 def draw(

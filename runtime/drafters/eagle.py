@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.runtime.draft import DraftEngine, DraftOutput
+from eagle3.runtime.acceptance.sampling import Float32s
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
 from eagle3.runtime.drafters.draw import draw
-from eagle3.runtime.growth import GrowthEngine
-from eagle3.runtime.sampling import Float32s
-from eagle3.runtime.tree import Tree
-from eagle3.runtime.tree_builder import tree_builder
+from eagle3.runtime.ort.draft_engine import DraftEngine, DraftOutput
+from eagle3.runtime.ort.growth_engine import GrowthEngine
+from eagle3.runtime.trees.builder import tree_builder
+from eagle3.runtime.trees.tree import Tree
 
 
 class EagleDrafter:

@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.trees.tree import Tree
 
 MAX_NGRAM = 8
 """The longest match that is looked for, root included."""

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.runtime.candidates import Candidates
-from eagle3.runtime.draft_model import ModelEngine
+from eagle3.runtime.acceptance.sampling import Float32s
 from eagle3.runtime.drafters.base import DraftRequest, Int64s
 from eagle3.runtime.drafters.draw import draw
-from eagle3.runtime.sampling import Float32s
-from eagle3.runtime.tree import Tree
-from eagle3.runtime.tree_builder import tree_builder
+from eagle3.runtime.ort.candidates import Candidates
+from eagle3.runtime.ort.model_engine import ModelEngine
+from eagle3.runtime.trees.builder import tree_builder
+from eagle3.runtime.trees.tree import Tree
 
 
 class ModelDrafter:

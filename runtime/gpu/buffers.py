@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from eagle3.runtime.bundle.manifest import DraftInfo, Manifest
 from eagle3.runtime.errors import BundleError
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver, HostBuffer
-from eagle3.runtime.manifest import DraftInfo, Manifest
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ENDLESS = 1 << 62

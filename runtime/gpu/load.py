@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import weakref
 
-from eagle3.plans.tensorrt_files import plan_files, usable_plan_files
-from eagle3.plans.tensorrt_library import MODULES, find_library
-from eagle3.runtime.bundle import Bundle
+from eagle3.plans.tensorrt.library import MODULES, find_library
+from eagle3.plans.tensorrt.plan_files import plan_files, usable_plan_files
+from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import PlanError
 from eagle3.runtime.gpu.cuda_driver import CudaDriver
 from eagle3.runtime.gpu.device import Device
+from eagle3.runtime.gpu.device_engines import Engines
 from eagle3.runtime.gpu.driver import Driver
-from eagle3.runtime.gpu.engines import Engines
 from eagle3.runtime.gpu.kernels import Kernels, compile_kernels
-from eagle3.runtime.gpu.ort_engine import BACKEND as ORT_CUDA
-from eagle3.runtime.gpu.ort_engine import OrtCuda, has_cuda_provider, load_ort_engines
+from eagle3.runtime.gpu.ort_cuda_engine import BACKEND as ORT_CUDA
+from eagle3.runtime.gpu.ort_cuda_engine import OrtCuda, has_cuda_provider, load_ort_engines
 from eagle3.runtime.gpu.tensorrt_engine import TensorRT, load_plan_engines
-from eagle3.runtime.session import Clock
+from eagle3.runtime.ort.session import Clock
 
 Library = TensorRT | OrtCuda
 

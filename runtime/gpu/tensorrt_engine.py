@@ -12,17 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eagle3.plans.tensorrt_files import PlanFile, rebuild_command
-from eagle3.plans.tensorrt_library import find_library
-from eagle3.runtime.bundle import Bundle
+from eagle3.plans.tensorrt.library import find_library
+from eagle3.plans.tensorrt.plan_files import PlanFile, rebuild_command
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.bundle.manifest import TensorSpec, engine_name
 from eagle3.runtime.errors import BundleError, DeviceError, EngineError
+from eagle3.runtime.gpu.device_engines import TARGET, Engines, Shape, growing_draft, round_rows
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
-from eagle3.runtime.gpu.engines import TARGET, Engines, Shape, growing_draft, round_rows
-from eagle3.runtime.growth import ENGINE as DRAFT_TREE
-from eagle3.runtime.growth import bound_growth
-from eagle3.runtime.manifest import TensorSpec, engine_name
-from eagle3.runtime.session import Bound
-from eagle3.runtime.target import bound_target
+from eagle3.runtime.ort.growth_engine import ENGINE as DRAFT_TREE
+from eagle3.runtime.ort.growth_engine import bound_growth
+from eagle3.runtime.ort.session import Bound
+from eagle3.runtime.ort.target_engine import bound_target
 
 _DTYPES = {
     "FLOAT": "float32",

@@ -16,9 +16,9 @@ import tiny
 import torch
 from once import exported_once
 
-from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.session import Clock
-from eagle3.runtime.target import TargetEngine
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.ort.target_engine import TargetEngine
 
 LOWERINGS = ("ort", "portable")
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import tiny
 
-from eagle3.export.attention import KeyWindow
-from eagle3.export.build import ExportRequest, export_bundle
-from eagle3.export.drafts import DraftSource
+from eagle3.export.drafts.draft_source import DraftSource
+from eagle3.export.exporter import ExportRequest, export_bundle
+from eagle3.export.graphs.attention import KeyWindow
 from eagle3.export.publish import publish
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import ExportError, SelfCheckFailed
 
 
@@ -35,7 +35,7 @@ def test_an_interrupted_export_leaves_everything_as_it_was(
         assert folder.parent == tmp_path and folder != output
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eagle3.export.build.write_tokenizer", interrupt)
+    monkeypatch.setattr("eagle3.export.exporter.write_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_bundle(request_of(shallow_folder, output, force=True))
     assert tiny.snapshot(tmp_path) == before
@@ -123,8 +123,8 @@ def test_an_output_that_appears_during_the_export_is_kept(
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("years of work")
 
-    monkeypatch.setattr("eagle3.export.build._write_engines", appear)
-    monkeypatch.setattr("eagle3.export.build._finish", lambda *_: None)
+    monkeypatch.setattr("eagle3.export.exporter._write_engines", appear)
+    monkeypatch.setattr("eagle3.export.exporter._finish", lambda *_: None)
     with pytest.raises(ExportError, match=r"thesis\.tex"):
         export_bundle(request_of(shallow_folder, tmp_path / "out", force=True))
     assert tiny.snapshot(tmp_path) == {"out/thesis.tex": b"years of work"}
@@ -134,7 +134,7 @@ def refuses_to_start(request: ExportRequest, monkeypatch: pytest.MonkeyPatch) ->
     def too_late(*_: Any, **__: Any) -> Any:
         raise AssertionError("the output is looked at before anything is loaded")
 
-    monkeypatch.setattr("eagle3.export.build.load_target", too_late)
+    monkeypatch.setattr("eagle3.export.exporter.load_target", too_late)
     with pytest.raises(ExportError) as caught:
         export_bundle(request)
     return str(caught.value)
@@ -231,7 +231,7 @@ def test_a_draft_that_is_none_is_said_first(
 def test_a_length_that_the_target_does_not_know_is_said_before_its_weights_are_read(
     shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eagle3.export.target.AutoModelForCausalLM", None)
+    monkeypatch.setattr("eagle3.export.targets.target.AutoModelForCausalLM", None)
     plan = tiny.tiny_plan(max_seq_len=513)
     with pytest.raises(ExportError, match=r"max_seq_len 513 .* max_position_embeddings 512"):
         export_bundle(request_of(shallow_folder, tmp_path / "out", plan=plan))

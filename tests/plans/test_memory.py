@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_models import llama_8b, llama_8b_head, mixture, smollm2
 
-from eagle3.plans.device import Device
+from eagle3.plans.device_spec import Device
 from eagle3.plans.memory import (
     check_fit,
     kv_bytes_per_token,

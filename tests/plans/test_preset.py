@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from known_models import llama_8b, llama_8b_head, smollm2
 
-from eagle3.plans.device import Device
+from eagle3.plans.device_spec import Device
 from eagle3.plans.memory import check_fit
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.preset import load_preset, preset_names

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_models import llama_8b, llama_8b_head, mixture, smollm2
 
-from eagle3.plans.device import Device
-from eagle3.plans.model import Experts
+from eagle3.plans.device_spec import Device
+from eagle3.plans.facts import Experts
 from eagle3.plans.plan import Plan, TreePlan
 from eagle3.plans.preset import load_preset
 from eagle3.plans.roofline import draft_growth, expected_round, target_call

@@ -14,10 +14,10 @@ import tiny
 from drafting import Oracle, Positions, using
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.errors import EngineError, PromptTooLong, RequestError
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.trees.tree import Tree
 
 PROMPT = list(range(5, 25))
 CAPACITY = 128

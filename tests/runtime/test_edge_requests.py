@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import BundleError, RequestError
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [

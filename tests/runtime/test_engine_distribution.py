@@ -14,13 +14,13 @@ import torch
 from scipy.stats import chisquare
 
 import eagle3
-from eagle3.runtime import accept, rules
-from eagle3.runtime.accept import Accepted
+from eagle3.runtime.acceptance import accept, rules
+from eagle3.runtime.acceptance.accept import Accepted
+from eagle3.runtime.acceptance.sampling import draft_probs, sample_inverse_cdf
 from eagle3.runtime.drafters import draw as draw_module
 from eagle3.runtime.drafters import eagle as eagle_module
 from eagle3.runtime.drafters import model as model_module
 from eagle3.runtime.drafters.draw import draw
-from eagle3.runtime.sampling import draft_probs, sample_inverse_cdf
 
 PROMPT = [11, 5]  # here the head's candidates are likely: wrong arithmetic shows soonest
 LENGTH = 3

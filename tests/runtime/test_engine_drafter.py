@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import eagle3
-from eagle3.export.check import _DraftPath
-from eagle3.export.head_graph import build_head
-from eagle3.export.heads import TargetFacts, read_head
+from eagle3.export.checks.self_check import _DraftPath
+from eagle3.export.draft_graphs.head_modules import build_head
+from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.reader import read_head
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
-from eagle3.runtime.drafters import DraftRequest
+from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.trees.tree import Tree
 
 Path_ = tuple[int, ...]
 AUX_LAYERS = (2, 4, 5)

@@ -11,10 +11,10 @@ import pytest
 import eagle3
 from eagle3.plans.plan import TreePlan, TreeRequest
 from eagle3.plans.tree_paths import STATIC_TREES
-from eagle3.runtime.draft import DraftEngine, DraftOutput
-from eagle3.runtime.drafters import Drafter, DraftRequest
+from eagle3.runtime.drafters.base import Drafter, DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.ort.draft_engine import DraftEngine, DraftOutput
+from eagle3.runtime.trees.tree import Tree
 
 NO_EOS: dict[str, Any] = {"max_new_tokens": 40, "logit_bias": {1: -100.0}}
 RULES: list[dict[str, Any]] = [{}, {"temperature": 0.8, "acceptance": "coupled", "seed": 3}]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 
 HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "scipy")
 VENV = os.environ.get("EAGLE3_RUNTIME_VENV")
@@ -47,10 +47,11 @@ def test_importing_eagle3_loads_nothing_heavy() -> None:
 
 def test_importing_the_runtime_loads_no_exporter() -> None:
     loaded = loaded_by(
-        "import eagle3.runtime.engine, eagle3.runtime.draft, eagle3.runtime.batch\n"
+        "import eagle3.runtime.engine\n"
+        "import eagle3.runtime.ort.draft_engine, eagle3.runtime.ort.batch_engine\n"
         "import eagle3.runtime.drafters.eagle, eagle3.runtime.drafters.model"
     )
-    assert {"numpy", "tokenizers", "eagle3.runtime.decode"} <= loaded
+    assert {"numpy", "tokenizers", "eagle3.runtime.rounds.decode"} <= loaded
     assert not loaded & set(HEAVY)
     assert not {name for name in loaded if name.startswith(("eagle3.export", "eagle3.train"))}
     assert "onnxruntime" not in loaded, "an engine package is needed to load, not to import"

@@ -11,8 +11,8 @@ import pytest
 import tiny
 from once import made_once
 
-from eagle3.train.data_request import DataRequest
-from eagle3.train.target_files import TargetTexts, export_target, read_target_texts
+from eagle3.train.data.target_files import TargetTexts, export_target, read_target_texts
+from eagle3.train.requests.data_request import DataRequest
 
 # t1 ends a turn, as it ends a text; t4 is the assistant.
 TALK = (

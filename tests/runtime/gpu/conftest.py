@@ -9,7 +9,7 @@ import pytest
 from on_device import OnDevice, on_device
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,13 @@ from stand_in_ort import StandInOrt
 from stand_in_tensorrt import Program, StandInTensorRT
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.gpu.device import Device
 from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.gpu.load import load_engines
-from eagle3.runtime.gpu.ort_engine import OrtCuda
+from eagle3.runtime.gpu.ort_cuda_engine import OrtCuda
 from eagle3.runtime.gpu.tensorrt_engine import TensorRT
-from eagle3.runtime.session import Clock
+from eagle3.runtime.ort.session import Clock
 
 
 @dataclass

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from stand_in import RuleBroken
 from stand_in_tensorrt import Program, StandInTensorRT, Tensor
 
-from eagle3.plans import tensorrt_build
-from eagle3.plans.tensorrt_build import build_bundle
-from eagle3.plans.tensorrt_files import PlanFile
-from eagle3.plans.tensorrt_library import Library
-from eagle3.plans.tensorrt_request import BuildRequest
-from eagle3.runtime.bundle import Bundle
-from eagle3.runtime.gpu.engines import TARGET, growing_draft
-from eagle3.runtime.growth import ENGINE as DRAFT_TREE
-from eagle3.runtime.manifest import TensorSpec, engine_name
+from eagle3.plans.tensorrt import plan_builder as tensorrt_build
+from eagle3.plans.tensorrt.build_request import BuildRequest
+from eagle3.plans.tensorrt.library import Library
+from eagle3.plans.tensorrt.plan_builder import build_bundle
+from eagle3.plans.tensorrt.plan_files import PlanFile
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.bundle.manifest import TensorSpec, engine_name
+from eagle3.runtime.gpu.device_engines import TARGET, growing_draft
+from eagle3.runtime.ort.growth_engine import ENGINE as DRAFT_TREE
 
 Arrays = Mapping[str, NDArray[Any]]
 VERSION = StandInTensorRT.__version__

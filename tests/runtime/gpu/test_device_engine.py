@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from on_device import OnDevice, on_device
 
 import eagle3
-from eagle3.runtime import rules
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.acceptance import rules
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.checks.verify import verify
 from eagle3.runtime.errors import PlanError, RequestError
-from eagle3.runtime.verify import verify
 
 PROMPT = list(range(5, 45))
 OPTIONS: list[dict[str, Any]] = [

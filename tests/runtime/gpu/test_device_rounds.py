@@ -20,7 +20,7 @@ from stand_in import StandInDriver
 from stand_in_tensorrt import Program
 
 import eagle3
-from eagle3.runtime.bundle import Bundle
+from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.gpu.driver import Counters
 
@@ -319,7 +319,7 @@ def test_a_rested_draft_goes_on_where_the_text_is(
     own, grow = forking
     rounds = own.engine.stream(PROMPT, drafter="eagle3", max_new_tokens=60)
     next(rounds)
-    from eagle3.runtime.pace import Pace
+    from eagle3.runtime.rounds.pace import Pace
 
     calls = itertools.chain([True, False] * 3 + [False] * 6, itertools.repeat(True))
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from stand_in import Memory
 
 from eagle3.runtime.errors import DeviceError
 from eagle3.runtime.gpu.kernels import KERNELS, compile_kernels
-from eagle3.runtime.tree import Tree
+from eagle3.runtime.trees.tree import Tree
 
 with_nvrtc = pytest.mark.skipif(find_spec("cuda") is None, reason="needs cuda-bindings")
 with_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -163,7 +163,7 @@ def test_a_tree_ends_before_a_token_that_is_none(
 @with_compiler
 @pytest.mark.parametrize("seed", range(30))
 def test_accept_greedy(compiled: dict[str, Callable[..., None]], seed: int) -> None:
-    from eagle3.runtime.accept import accept_by_token
+    from eagle3.runtime.acceptance.accept import accept_by_token
 
     rng = np.random.default_rng(seed)
     size, width = int(rng.integers(1, 30)), 32

@@ -1,0 +1,231 @@
+"""What may draft for a target: an EAGLE head or a small causal LM, told apart by what they are.
+
+Both are loaded into a `Draft`, from which `build.py` makes engines, files and manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from safetensors import safe_open
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from eagle3.export.checks.growth_check import grown_tree_agreement
+from eagle3.export.checks.readings import Reading, Text, compare_readings
+from eagle3.export.checks.self_check import Checked, check_head
+from eagle3.export.draft_graphs.draft_engines import head_module, trace_draft_engines
+from eagle3.export.draft_graphs.head_modules import (
+    Eagle1Head,
+    EagleHead,
+    embedding_table,
+)
+from eagle3.export.drafts.model_draft import load_model_draft
+from eagle3.export.graphs.attention import LOWERINGS
+from eagle3.export.graphs.weights import StoredGraph, embedding_name, lm_head_name
+from eagle3.export.heads.assume import parse_assumptions
+from eagle3.export.heads.checkpoint_files import head_folder, read_config
+from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.reader import read_head
+from eagle3.export.targets.target import Target
+from eagle3.plans.plan import Plan
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.bundle.manifest import (
+    NO_DRAFT_NAMES,
+    Convention,
+    engine_name,
+    is_draft_name,
+    target_ids_name,
+)
+from eagle3.runtime.errors import CheckpointError, ExportError
+from eagle3.runtime.ort.growth_engine import ENGINE as GROWTH
+from eagle3.runtime.ort.growth_engine import grown_tree
+
+_NAMED = re.compile(r"([^=/\\]+)=(.+)")
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """Where a draft lies, and its name in the bundle: its method's unless it is given one."""
+
+    source: str
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.name is not None and not is_draft_name(self.name):
+            raise ExportError(
+                f"a drafter cannot be called {self.name!r:.80}: give a short lower-case word other"
+                f" than {', '.join(NO_DRAFT_NAMES)}, as in mine=PATH"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> DraftSource:
+        """ "PATH" or "NAME=PATH"; what lies on disk under the whole text is a path."""
+        named = _NAMED.fullmatch(text)
+        if named is None or Path(text).exists():
+            return cls(text)
+        return cls(named[2], named[1])
+
+
+class Draft(Checked, Protocol):
+    """A draft that was read and fits the target.
+
+    method: a key of the runtime's DRAFT_ENGINES. aux_layer_ids: the hidden_states that it fuses.
+    """
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]: ...
+
+    def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
+        """Role of an engine -> its graph, as traced."""
+
+    def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
+        """Initializers of its `draft` graph that the target's file holds already."""
+
+    def write_files(self, folder: Path, name: str) -> None:
+        """Writes what it needs besides engines."""
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of the manifest's DraftInfo that it knows."""
+
+
+@dataclass(frozen=True)
+class HeadDraft:
+    """An EAGLE head: what was read, the module that computes it, the embedding [V,d] it reads."""
+
+    head: Head
+    module: EagleHead | Eagle1Head
+    table: torch.Tensor
+
+    @property
+    def method(self) -> str:
+        return self.head.config.drafter
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        return tuple(self.head.config.aux_layer_ids)
+
+    def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
+        return trace_draft_engines(
+            self.head,
+            self.module,
+            self.table,
+            LOWERINGS[plan.lowering],
+            plan.draft_capacity,
+            grown_tree(plan.tree, self.head.config.draft_vocab_size),
+            may_tie=plan.draft_weights != "int8",
+        )
+
+    def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
+        """The embedding, and the lm_head of an EAGLE-1/2 head."""
+        pairs = {}
+        if self.head.own_embedding is None:
+            pairs[embedding_name(graph)] = embedding_name(stored.graph)
+        own, theirs = lm_head_name(graph), lm_head_name(stored.graph)
+        if self.head.config.method == "eagle1" and own is not None and theirs is not None:
+            pairs[own] = theirs
+        # A tiny weight stays in the .onnx.
+        return {own: stored.weights[name] for own, name in pairs.items() if name in stored.weights}
+
+    def write_files(self, folder: Path, name: str) -> None:
+        np.save(folder / target_ids_name(name), self.head.target_ids)
+
+    def facts(self) -> dict[str, Any]:
+        config = self.head.config
+        return {
+            "dialect": config.dialect,
+            "hidden_size": config.hidden_size,
+            "num_layers": 1,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "draft_vocab_size": config.draft_vocab_size,
+            "conventions": {
+                name: Convention(each.value, each.source)
+                for name, each in config.conventions.items()
+            },
+        }
+
+    def check(self, bundle: Bundle, name: str, reference: Any, tolerance: float) -> dict[str, Any]:
+        result = check_head(bundle, name, self.module, self.table, reference, tolerance)
+        if engine_name(name, GROWTH) in bundle.manifest.engines:
+            result["grown_tree_agreement"] = grown_tree_agreement(bundle, name, reference)
+        return result
+
+    def readings(self, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
+        """As it was read, and as it might have been read."""
+        return compare_readings(self.head, target, texts)
+
+
+def load_draft(
+    source: str,
+    target: Target,
+    plan: Plan,
+    *,
+    aux_layer_ids: Sequence[int] | None = None,
+    assume: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Draft:
+    """Reads a head, or a causal LM, that drafts for `target`.
+
+    aux_layer_ids: of a head whose config does not name its layers. assume: KEY=VALUE, what the user
+    decides where a head's checkpoint leaves it open. Raises ExportError
+    (CheckpointError, UnsupportedModel) for what is not understood or does not fit.
+    """
+    if is_causal_lm(source):
+        return load_model_draft(source, target, plan, trust_remote_code=trust_remote_code)
+    embedding = target.model.get_input_embeddings().weight.detach()
+    facts = TargetFacts(
+        hidden_size=target.config.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.kv.num_layers,
+        embedding=embedding,
+    )
+    head = read_head(source, facts, aux_layer_ids, parse_assumptions(assume))
+    return HeadDraft(head, head_module(head, target), embedding_table(head, embedding))
+
+
+def is_causal_lm(source: str) -> bool:
+    """Whether `source` is a causal LM of transformers (or a .gguf file) and no head.
+
+    EAGLE-1/2 heads call themselves LlamaForCausalLM too, but no LM has an `fc` in front of its
+    layers. Raises CheckpointError for what has no config.json, and a .gguf file that is not there.
+    """
+    if Path(source).suffix == ".gguf":
+        if not Path(source).is_file():
+            raise CheckpointError(f"draft {source}: no such GGUF file")
+        return True
+    folder = head_folder(source)
+    config = read_config(folder)
+    architectures, own_code = config.get("architectures"), config.get("auto_map")
+    if not isinstance(architectures, list) or len(architectures) != 1:
+        return False
+    known = architectures[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or (
+        isinstance(own_code, dict) and "AutoModelForCausalLM" in own_code
+    )
+    return known and not any(name.startswith("fc.") for name in _tensor_names(folder))
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors; none where they cannot be read without its weights."""
+    names: set[str] = set()
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as opened:
+                names.update(opened.keys())
+        for file in () if names else folder.glob("*.bin.index.json"):
+            names.update(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+        for file in () if names else sorted(folder.glob("*.bin")):
+            names.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    except Exception:  # the reader of the weights says what is wrong with them
+        return {"fc."}
+    return names or {"fc."}

@@ -1,0 +1,299 @@
+"""`eagle3 export`: a target and its drafts in, a checked bundle out.
+
+All of it is made in a temporary folder that becomes the bundle at the end (`publish.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import onnx_ir as ir
+
+from eagle3.export.checks.self_check import SelfCheck, check_bundle
+from eagle3.export.drafts.draft_source import Draft, DraftSource, is_causal_lm, load_draft
+from eagle3.export.graphs.attention import LOWERINGS
+from eagle3.export.graphs.tracer import save
+from eagle3.export.graphs.weights import StoredGraph, quantize_int8, store_for_matmul, unshare_int8
+from eagle3.export.heads.assume import parse_assumptions
+from eagle3.export.publish import check_output, publish, staging
+from eagle3.export.targets.target import Target, load_target, trace_target
+from eagle3.export.targets.tokenizer_files import write_tokenizer
+from eagle3.plans.lint.ort_cuda_lint import lint_ort_cuda
+from eagle3.plans.plan import Plan
+from eagle3.runtime.bundle.folder import Bundle, describe_files, write_manifest
+from eagle3.runtime.bundle.manifest import (
+    HEAD_METHODS,
+    DraftInfo,
+    EngineInfo,
+    Manifest,
+    TargetInfo,
+    TensorSpec,
+    engine_name,
+)
+from eagle3.runtime.errors import ExportError
+from eagle3.runtime.ort.growth_engine import ENGINE as GROWTH
+
+Report = Callable[[str], None]
+Drafts = Mapping[str, Draft]  # by name in the bundle, the default first
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export, into which plan, whose tree and draft weights are those of every draft.
+
+    drafts: the default first; none for plain decoding. assume: KEY=VALUE, what the user decides
+    where a head's checkpoint leaves it open.
+    """
+
+    target: str
+    drafts: tuple[DraftSource, ...]
+    output: Path
+    plan: Plan
+    aux_layer_ids: tuple[int, ...] | None = None
+    assume: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    force: bool = False
+    command: str = "eagle3 export"
+
+
+class ReadsDrafts(Protocol):
+    """What a request says about reading any draft."""
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...] | None: ...
+
+    @property
+    def assume(self) -> tuple[str, ...]: ...
+
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+def export_bundle(
+    request: ExportRequest, report: Report = lambda _: None
+) -> tuple[Bundle, SelfCheck]:
+    """Exports, checks, and moves the finished bundle to request.output.
+
+    Raises PlanError, ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves
+    no trace.
+    """
+    request.plan.require_built()
+    check_output(request.output, request.force)
+    plan = request.plan
+    # A wrong one is said before the long work.
+    parse_assumptions(request.assume)
+    heads = [each.source for each in request.drafts if not is_causal_lm(each.source)]
+    _refuse_options_of_one_head(request, heads)
+    report(f"loading target {request.target}")
+    target = load_target(
+        request.target,
+        plan.dtype,
+        trust_remote_code=request.trust_remote_code,
+        max_seq_len=plan.max_seq_len,
+    )
+    drafts: dict[str, Draft] = {}
+    for each in request.drafts:
+        name, draft = load_named(each, target, plan, request)
+        refuse_name_twice(name, drafts)
+        drafts[name] = draft
+    with staging(request.output) as folder:
+        engines = _write_engines(folder, target, drafts, plan, report)
+        check_device_graphs(folder, engines, plan)
+        check = _finish(folder, target, drafts, engines, request, report)
+        check_output(request.output, request.force)  # again: much time has passed
+        publish(folder, request.output)
+    return Bundle.open(request.output), check
+
+
+def _refuse_options_of_one_head(request: ExportRequest, heads: Sequence[str]) -> None:
+    given = {"--aux-layers": request.aux_layer_ids is not None, "--assume": bool(request.assume)}
+    for option in (name for name, is_given in given.items() if is_given):
+        if not heads:
+            raise ExportError(
+                f"{option} says how to read a draft head, and there is none: leave it out"
+            )
+        if len(heads) > 1:
+            raise ExportError(
+                f"{option} is of one head, here are {len(heads)}: {', '.join(heads)}; export one of"
+                " them, and bring in the others with --add-draft"
+            )
+
+
+def load_named(
+    source: DraftSource, target: Target, plan: Plan, request: ReadsDrafts
+) -> tuple[str, Draft]:
+    """A draft and its name in the bundle."""
+    draft = load_draft(
+        source.source,
+        target,
+        plan,
+        aux_layer_ids=request.aux_layer_ids,
+        assume=request.assume,
+        trust_remote_code=request.trust_remote_code,
+    )
+    return source.name or draft.method, draft
+
+
+def refuse_name_twice(name: str, others: Mapping[str, Any]) -> None:
+    if name in others:
+        raise ExportError(
+            f"there is a drafter {name} already, beside {', '.join(others)}: give this one a name"
+            " of its own, as in mine=PATH, or with --add-draft pass --force to replace the other"
+        )
+
+
+def _write_engines(
+    folder: Path, target: Target, drafts: Drafts, plan: Plan, report: Report
+) -> dict[str, EngineInfo]:
+    """The target, which puts out what any of the drafts fuses, and the engines of each draft."""
+    report(f"tracing {target.architecture} ({plan.lowering} lowering)")
+    lowering = LOWERINGS[plan.lowering]
+    model = trace_target(target, lowering, _aux_layer_ids(drafts), plan.cache_capacity)
+    store_for_matmul(model)
+    stored = StoredGraph(model, save(model, folder / "target.onnx"))
+    engines = {"target": _describe(model, "target.onnx")}
+    for name, draft in drafts.items():
+        engines |= write_draft(folder, name, draft, target, stored, plan, report)
+    return engines
+
+
+def check_device_graphs(folder: Path, engines: Mapping[str, EngineInfo], plan: Plan) -> None:
+    """Raises BuildError where ONNX Runtime's CUDA provider would leave the plan's graphs to the
+    CPU."""
+    if plan.backend == "ort-cuda":
+        for name, engine in engines.items():
+            if name == "target" or name.endswith(f".{GROWTH}"):
+                lint_ort_cuda(folder / engine.file)
+
+
+def _aux_layer_ids(drafts: Drafts) -> tuple[int, ...]:
+    return tuple(sorted({layer for draft in drafts.values() for layer in draft.aux_layer_ids}))
+
+
+def write_draft(
+    folder: Path,
+    name: str,
+    draft: Draft,
+    target: Target,
+    stored: StoredGraph,
+    plan: Plan,
+    report: Report,
+) -> dict[str, EngineInfo]:
+    """The engines of a draft, written and described by their names in the bundle."""
+    report(f"tracing the draft {name}")
+    engines = {}
+    written: dict[str, ir.ExternalTensor] = {}
+    for role, graph in draft.engines(target, plan).items():
+        store_for_matmul(graph)
+        is_int8 = plan.draft_weights == "int8"
+        if is_int8:
+            quantize_int8(graph)
+        if is_int8 and LOWERINGS[plan.lowering].fuses:
+            unshare_int8(graph)
+        shared = draft.shared(graph, stored) if role == "draft" else {}
+        if role == GROWTH:  # its layers are copies of the other engines'
+            sources = {own: own.partition("#")[0] for own in graph.graph.initializers}
+            shared = {own: written[each] for own, each in sources.items() if each in written}
+        engine = engine_name(name, role)
+        written |= shared | save(graph, folder / f"{engine}.onnx", shared)
+        engines[engine] = _describe(graph, f"{engine}.onnx")
+    if draft.method in HEAD_METHODS and engine_name(name, GROWTH) not in engines:
+        report(f"no graph grows the tree of {name}, static or too large: it takes a call a level")
+    draft.write_files(folder, name)
+    return engines
+
+
+def _describe(model: ir.Model, file: str) -> EngineInfo:
+    def specs(values: Sequence[ir.Value]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(
+                name=str(v.name),
+                dtype=v.dtype.numpy().name if v.dtype is not None else "",
+                shape=tuple(d if isinstance(d, int) else str(d) for d in v.shape or ()),
+            )
+            for v in values
+        )
+
+    return EngineInfo(file, specs(model.graph.inputs), specs(model.graph.outputs))
+
+
+def _finish(
+    folder: Path,
+    target: Target,
+    drafts: Drafts,
+    engines: Mapping[str, EngineInfo],
+    request: ExportRequest,
+    report: Report,
+) -> SelfCheck:
+    """Tokenizer, manifest, self-check; the manifest is written again with what was measured."""
+    tokenizer, generation = write_tokenizer(target, folder)
+    manifest = Manifest(
+        created_by=_versions(),
+        command=request.command,
+        plan=request.plan,
+        target=target_info(target, _aux_layer_ids(drafts)),
+        drafts={
+            name: draft_info(source, draft, request.plan, request.command)
+            for source, (name, draft) in zip(request.drafts, drafts.items(), strict=True)
+        },
+        engines=engines,
+        files=describe_files(folder),
+        tokenizer=tokenizer,
+        generation=generation,
+        self_check={},
+    )
+    write_manifest(folder, manifest)
+    check = compare(folder, target, drafts, report)
+    write_manifest(folder, replace(with_checks(manifest, check), self_check=check.engines))
+    return check
+
+
+def compare(folder: Path, target: Target, drafts: Drafts, report: Report) -> SelfCheck:
+    report("comparing the engines with PyTorch")
+    return check_bundle(Bundle.open(folder), target, drafts, report)
+
+
+def with_checks(manifest: Manifest, check: SelfCheck) -> Manifest:
+    """With what was measured of each draft."""
+    drafts = {
+        name: replace(info, checks=check.drafts.get(name, info.checks))
+        for name, info in manifest.drafts.items()
+    }
+    return replace(manifest, drafts=drafts)
+
+
+def _versions() -> dict[str, str]:
+    packages = ("eagle3", "torch", "transformers", "onnx", "onnx-ir", "onnxruntime")
+    return {name: version(name) for name in packages}
+
+
+def target_info(target: Target, layers: tuple[int, ...]) -> TargetInfo:
+    return TargetInfo(
+        architecture=target.architecture,
+        vocab_size=target.vocab_size,
+        hidden_size=target.config.hidden_size,
+        num_layers=target.kv.num_layers,
+        num_kv_heads=target.kv.num_kv_heads,
+        head_dim=target.kv.head_dim,
+        max_position_embeddings=getattr(target.config, "max_position_embeddings", 1 << 20),
+        aux_layer_ids=layers,
+        feature_size=len(layers) * target.config.hidden_size,
+        source=Path(target.source).name,
+    )
+
+
+def draft_info(source: DraftSource, draft: Draft, plan: Plan, command: str) -> DraftInfo:
+    return DraftInfo(
+        method=draft.method,
+        source=Path(source.source).name,
+        aux_layer_ids=draft.aux_layer_ids,
+        weights=plan.draft_weights,
+        tree=plan.tree,
+        checks={},
+        command=command,
+        **draft.facts(),
+    )

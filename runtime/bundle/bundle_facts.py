@@ -1,0 +1,132 @@
+"""A bundle in numbers, for `eagle3 plan check`: from its manifest alone, without torch.
+
+A manifest lists files, so bytes are exact; what it does not say is worked out, and `notes` say so.
+"""
+
+from __future__ import annotations
+
+import re
+
+from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
+from eagle3.plans.memory import ITEM_BYTES, matrix_bytes
+from eagle3.plans.plan import Plan
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.bundle.manifest import DRAFT_ENGINES, HEAD_METHODS, TargetInfo, engine_name
+from eagle3.runtime.errors import PlanError
+
+# Mixtures, by the name of their class: how many experts a token runs is not in a manifest.
+_MIXTURES = re.compile("moe|mixtral|gptoss|dbrx|jamba|llama4|deepseek", re.IGNORECASE)
+_NOTES = (
+    "the manifest does not say whether lm_head is the embedding: they are counted as one, so a call"
+    " is reckoned slower by up to V * d weights",
+    "the MLP's width follows from the number of weights, and the number of heads from d / head_dim",
+)
+# Where an engine runs the plan of its bundle, another plan needs another export.
+_BAKED_IN = ("max_seq_len", "dtype", "lowering", "max_draft_tokens", "draft_weights")
+
+
+def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
+    """Target and first EAGLE head of a bundle.
+
+    Raises PlanError for a mixture of experts, and where other drafts are all there are.
+    """
+    manifest = bundle.manifest
+    info, item = manifest.target, ITEM_BYTES[manifest.plan.dtype]
+    if _MIXTURES.search(info.architecture):
+        raise PlanError(
+            f"{info.architecture} is a mixture of experts, and a manifest does not say how many a"
+            " token runs: name the checkpoint's folder or id instead of the bundle"
+        )
+    target = _target(info, _weight_bytes(bundle, "target") // item)
+    if not manifest.drafts:
+        return target, None
+    heads = [name for name, each in manifest.drafts.items() if each.method in HEAD_METHODS]
+    if not heads:
+        raise PlanError(
+            f"{bundle.root} has the drafts {', '.join(manifest.drafts)}, and only EAGLE heads can"
+            " be reckoned with: name the target's checkpoint instead of the bundle, without a draft"
+        )
+    return target, _draft(bundle, heads[0], target)
+
+
+def differences(bundle: Bundle, plan: Plan) -> list[str]:
+    """What `plan` asks for that the bundle's graphs were not made for, one sentence each."""
+    own = bundle.manifest.plan
+    return [
+        f"the bundle has {name} {getattr(own, name)}, the plan {getattr(plan, name)}: it takes"
+        " another export"
+        for name in _BAKED_IN
+        if getattr(own, name) != getattr(plan, name)
+    ]
+
+
+def _weight_bytes(bundle: Bundle, engine: str) -> int:
+    """Of the file with an engine's large weights; those that it shares lie with another."""
+    file = bundle.manifest.files.get(f"{bundle.manifest.engines[engine].file}.data")
+    if file is None:
+        raise PlanError(f"{bundle.root}: {engine} has no file of weights to reckon with")
+    return file.size
+
+
+def _target(info: TargetInfo, num_parameters: int) -> TargetFacts:
+    table = info.vocab_size * info.hidden_size
+    attention = _attention(info.num_layers, info.hidden_size, info.num_kv_heads, info.head_dim)
+    layer_parameters = num_parameters - table
+    return TargetFacts(
+        name=info.source,
+        num_parameters=num_parameters,
+        layer_parameters=layer_parameters,
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        intermediate_size=_mlp_width(
+            layer_parameters // info.num_layers, info.hidden_size, _attention_rows(attention, 1)
+        ),
+        tied=True,
+        attention=attention,
+        max_position_embeddings=info.max_position_embeddings,
+        notes=_NOTES,
+    )
+
+
+def _draft(bundle: Bundle, name: str, target: TargetFacts) -> DraftFacts:
+    info = bundle.manifest.drafts[name]
+    per_weight = matrix_bytes(1, info.weights, bundle.manifest.plan.dtype, info.hidden_size)
+    fuses = "draft_fuse" in DRAFT_ENGINES[info.method]
+    lm_head = info.draft_vocab_size * info.hidden_size
+    # An EAGLE-1/2 head's lm_head is the target's file, unless it is stored otherwise.
+    own_lm_head = fuses or info.weights != "same"
+    stored = round(_weight_bytes(bundle, engine_name(name, "draft")) / per_weight)
+    fused = 0
+    if fuses:
+        fused = round(_weight_bytes(bundle, engine_name(name, "draft_fuse")) / per_weight)
+    step = stored - (lm_head if own_lm_head else 0)
+    attention = _attention(1, info.hidden_size, info.num_kv_heads, info.head_dim)
+    # EAGLE-3 attends over 2 d; the step of an EAGLE-1/2 head has its fc [d,2d] beside it.
+    rows = _attention_rows(attention, 2 if fuses else 1) + (0 if fuses else 2 * info.hidden_size)
+    return DraftFacts(
+        name=f"{info.method} head",
+        fuse_parameters=fused,
+        step_parameters=step,
+        lm_head_parameters=lm_head,
+        own_lm_head=own_lm_head,
+        draft_vocab_size=info.draft_vocab_size,
+        hidden_size=info.hidden_size,
+        intermediate_size=_mlp_width(step, info.hidden_size, rows),
+        feature_size=len(info.aux_layer_ids) * bundle.manifest.target.hidden_size,
+        attention=attention,
+    )
+
+
+def _attention(num_layers: int, hidden_size: int, num_kv_heads: int, head_dim: int) -> Attention:
+    return Attention(num_layers, max(1, hidden_size // head_dim), num_kv_heads, head_dim)
+
+
+def _mlp_width(layer_parameters: int, hidden_size: int, other_rows: int) -> int:
+    """I of a layer with a gated MLP: what all other matrices [rows,d] leave, over 3 d."""
+    return max(1, (layer_parameters // hidden_size - other_rows) // 3)
+
+
+def _attention_rows(attention: Attention, input_widths: int) -> int:
+    """Rows [.,d] of q, k and v, which read `input_widths` times d, and of o."""
+    queries, keys = attention.num_heads, attention.num_kv_heads
+    return attention.head_dim * (input_widths * (queries + 2 * keys) + queries)

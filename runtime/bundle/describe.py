@@ -1,0 +1,234 @@
+"""What is inside a bundle, as data and in words: `eagle3 inspect`.
+
+Reads its manifest and what its plan files say of themselves; needs no engine package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eagle3.plans.plan import TreePlan
+from eagle3.plans.tensorrt.build_request import Profile
+from eagle3.plans.tensorrt.plan_files import PlanFile, plan_files, stale_sources
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.bundle.manifest import Convention, DraftInfo, engine_name
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head", "model": "causal LM"}
+
+
+def describe(bundle: Bundle) -> dict[str, Any]:
+    """The manifest's facts as a JSON object, with sizes and caches worked out in bytes."""
+    manifest = bundle.manifest
+    data = manifest.to_json()
+    return {
+        "path": str(bundle.root),
+        "size_bytes": size_bytes(bundle),
+        "created_by": data["created_by"],
+        "command": data["command"],
+        "target": data["target"],
+        "drafts": data["drafts"],
+        "plan": data["plan"],
+        "engines": engine_bytes(bundle),
+        "caches": cache_bytes(bundle),
+        "tokenizer": data["tokenizer"],
+        "generation": data["generation"],
+        "self_check": data["self_check"],
+        "files": data["files"],
+        "plan_files": [plan_file_json(each, bundle) for each in plan_files(bundle.root)],
+    }
+
+
+def description_lines(bundle: Bundle) -> list[str]:
+    """The same in words, one fact a line."""
+    manifest = bundle.manifest
+    rows = [
+        ("bundle", _size_text(bundle)),
+        ("target", _target_text(bundle)),
+        *_draft_rows(manifest.drafts),
+        ("plan", _plan_text(bundle)),
+        *(("engine", f"{name}: {as_text(n)}") for name, n in engine_bytes(bundle).items()),
+        *(("cache", f"{name}: {as_text(n)}") for name, n in cache_bytes(bundle).items()),
+        *(("plan file", _plan_file_text(each, bundle)) for each in plan_files(bundle.root)),
+        ("tokenizer", _tokenizer_text(bundle)),
+        *self_check_rows(bundle),
+        ("made by", ", ".join(f"{k} {v}" for k, v in manifest.created_by.items())),
+        ("command", manifest.command),
+    ]
+    return _aligned(rows)
+
+
+def export_lines(bundle: Bundle) -> list[str]:
+    """What an export ends with: where, how large, and what was measured."""
+    return _aligned([("bundle", _size_text(bundle)), *self_check_rows(bundle)])
+
+
+def plan_file_lines(files: Sequence[PlanFile]) -> list[str]:
+    """What a build ends with: each plan file in words."""
+    return _aligned([("plan file", _plan_file_text(each)) for each in files])
+
+
+def plan_file_json(plan_file: PlanFile, bundle: Bundle | None = None) -> dict[str, Any]:
+    """What a plan file says of itself, where it lies, and whether it is of other graphs."""
+    stale = {} if bundle is None else {"stale": bool(stale_sources(bundle, plan_file))}
+    return {"path": str(plan_file.path), **stale, **plan_file.to_json()}
+
+
+def _plan_file_text(plan_file: PlanFile, bundle: Bundle | None = None) -> str:
+    counts, rows = plan_file.counts, ", ".join(map(_rows_text, plan_file.profiles))
+    layers = (
+        f"; {counts.cache_updates} caches written in place, {counts.fused_attentions} of"
+        f" {counts.attentions} attentions fused"
+    )
+    stale = "" if bundle is None else ", ".join(stale_sources(bundle, plan_file))
+    return (
+        f"{plan_file.engine}: {as_text(plan_file.size)} for compute capability"
+        f" {plan_file.compute_capability} ({plan_file.library} {plan_file.library_version}, built"
+        f" in {plan_file.build_seconds:.1f} s); {rows}{layers if counts.attentions else ''}"
+        f"{f'; STALE, made from another {stale}: build it again' if stale else ''}"
+    )
+
+
+def _rows_text(profile: Profile) -> str:
+    """The rows of its calls, [B, rows, ...] in the inputs that have them."""
+    ranges = [each for each in profile.ranges.values() if len(each[0]) > 1]
+    rows = f" {ranges[0][0][1]}-{ranges[0][2][1]} rows" if ranges else ""
+    return f"{profile.name}{rows}"
+
+
+def size_bytes(bundle: Bundle) -> int:
+    """Of all files that the manifest lists."""
+    return sum(info.size for info in bundle.manifest.files.values())
+
+
+def engine_bytes(bundle: Bundle) -> dict[str, int]:
+    """Graph and weights of each engine; weights that two share count for the one they lie with."""
+    files = bundle.manifest.files
+    return {
+        name: sum(info.size for file, info in files.items() if file.startswith(engine.file))
+        for name, engine in bundle.manifest.engines.items()
+    }
+
+
+def cache_bytes(bundle: Bundle) -> dict[str, int]:
+    """Keys and values of every layer, for one sequence of max_seq_len tokens."""
+    plan, target = bundle.manifest.plan, bundle.manifest.target
+    item = 2 * ITEM_BYTES[plan.dtype]
+    caches = {
+        "target": item
+        * target.num_layers
+        * target.num_kv_heads
+        * target.head_dim
+        * plan.cache_capacity
+    }
+    for name, draft in bundle.manifest.drafts.items():
+        slot = draft.num_layers * draft.num_kv_heads * draft.head_dim
+        caches[engine_name(name, "draft")] = item * slot * plan.draft_capacity
+    return caches
+
+
+def tree_text(tree: TreePlan) -> str:
+    """A tree plan in words."""
+    paths = tree.static_in_use
+    if tree.static is not None and paths is not None:
+        return (
+            f"static, {tree.static.name or 'of its own paths'}: up to {paths.top_k} a node,"
+            f" {paths.depth} levels, {paths.num_nodes} tokens are verified"
+        )
+    if tree.draft_top_k == 1:
+        return f"a chain of {tree.depth_in_use} draft tokens a round"
+    return (
+        f"dynamic: top {tree.draft_top_k} a node, {tree.draft_depth} levels, the best"
+        f" {tree.num_draft_tokens} tokens are verified"
+    )
+
+
+def as_text(size: int) -> str:
+    """Bytes with a unit, as file managers show them (1 MB = 10^6 bytes)."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
+    """What export measured against PyTorch, and how often first draft tokens are accepted."""
+    drafts = {name: draft.checks for name, draft in bundle.manifest.drafts.items()}
+    for name, check in {"target": bundle.manifest.self_check, **drafts}.items():
+        if "skipped" in check:
+            yield "self-check", f"{name} was not compared with PyTorch: {check['skipped']}"
+        if "relative_errors" in check:
+            yield "self-check", f"{name} against PyTorch: {_errors_text(check)}"
+        if "first_position_acceptance" in check:
+            share = check["first_position_acceptance"]
+            yield (
+                "self-check",
+                f"{name}: first draft token accepted {share:.1%} of the time, greedy",
+            )
+        for reading, share in check.get("readings", {}).items():
+            yield "", f"{name} read {reading}: {share:.1%} (teacher-forced)"
+
+
+def _errors_text(check: Mapping[str, Any]) -> str:
+    errors = ", ".join(f"{name} {value:.1e}" for name, value in check["relative_errors"].items())
+    return f"relative errors {errors} (tolerance {check.get('tolerance', float('nan')):.0e})"
+
+
+def _size_text(bundle: Bundle) -> str:
+    return f"{bundle.root}: {as_text(size_bytes(bundle))} in {len(bundle.manifest.files)} files"
+
+
+def _target_text(bundle: Bundle) -> str:
+    target = bundle.manifest.target
+    return (
+        f"{target.architecture} from {target.source}: {target.num_layers} layers, hidden size"
+        f" {target.hidden_size}, vocabulary {target.vocab_size}"
+    )
+
+
+def _draft_rows(drafts: Mapping[str, DraftInfo]) -> Iterator[tuple[str, str]]:
+    if not drafts:
+        yield "draft", "none: plain decoding, or --drafter lookup"
+    for name, draft in drafts.items():
+        stored = "as the plan's dtype" if draft.weights == "same" else draft.weights
+        layers = "1 layer" if draft.num_layers == 1 else f"{draft.num_layers} layers"
+        yield (
+            "draft",
+            f"{name}: {_METHODS.get(draft.method, draft.method)} ({draft.dialect}) from"
+            f" {draft.source}, {layers}, draft vocabulary"
+            f" {draft.draft_vocab_size}, weights {stored}",
+        )
+        for each, convention in draft.conventions.items():
+            yield "", f"{each} = {_value_text(convention)} (from: {convention.source})"
+        yield "tree", f"{name}: {tree_text(draft.tree)}"
+
+
+def _value_text(convention: Convention) -> str:
+    value = convention.value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _plan_text(bundle: Bundle) -> str:
+    plan = bundle.manifest.plan
+    return (
+        f"{plan.dtype}, {plan.lowering} lowering for {plan.backend}; context"
+        f" {plan.max_seq_len} tokens, prefill {plan.prefill_chunk} at a time, trees up to"
+        f" {plan.max_draft_tokens} tokens"
+    )
+
+
+def _tokenizer_text(bundle: Bundle) -> str:
+    info = bundle.manifest.tokenizer
+    template = "with a chat template" if info.chat_template else "no chat template: use --raw"
+    eos = ", ".join(map(str, bundle.manifest.generation.eos_token_ids)) or "none"
+    return f"{info.file}, {template}; ends at token {eos}"
+
+
+def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {text}" for name, text in rows]

@@ -1,0 +1,385 @@
+"""`eagle3 verify`: do a bundle's drafters leave the target's text alone? (method section 4)
+
+Greedy and `coupled` decoding must give plain decoding's tokens, one for one, with every drafter
+and tree; `rejection` must follow the target's distribution (`rejection_check`). Where a wide call
+and narrow calls round differently a near-tie may flip: that noise is measured here too, and in
+less than float32, or on a GPU, a divergence within it is reported but is no failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eagle3.plans.plan import TreePlan, TreeRequest
+from eagle3.runtime.acceptance.sampling import (
+    CoupledUniforms,
+    TokenHistory,
+    log_softmax,
+    target_probs,
+)
+from eagle3.runtime.checks.rejection_check import (
+    RejectionCheck,
+    check_rejection,
+    significant,
+    tree_name,
+)
+from eagle3.runtime.engine import Engine
+from eagle3.runtime.errors import RequestError
+from eagle3.runtime.params import SamplingParams
+from eagle3.runtime.text.prompt_files import PROMPTS
+from eagle3.runtime.trees.tree import Tree
+
+MAX_NEW_TOKENS = 128
+NUM_WALKS = 20_000
+WIDE = TreePlan(draft_top_k=4, draft_depth=4, num_draft_tokens=10)
+CHAIN = TreePlan(draft_top_k=1, draft_depth=3, num_draft_tokens=3)
+# How each rule that promises the same tokens is asked for; the seed is the prompt's index.
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "coupled": {"temperature": 0.8, "acceptance": "coupled"},
+}
+
+_NUM_CONTEXTS = 3  # of the chi-square tests
+_OTHER_TREES_EVERY = 4  # prompts; a tree that is not the main one runs on every fourth
+_NOISE_WINDOWS = 4  # wide calls that are compared with narrow ones
+_NOISE_TOP = 16  # most likely tokens of a row that are compared: only they can tie
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token that differs from plain decoding; None where one text had ended.
+
+    margin: how near plain decoding was to another token. Greedy: its two best logits apart;
+    `coupled`: the uniform number from the edge of its token's interval of the CDF.
+    """
+
+    prompt: int
+    position: int
+    plain_token: int | None
+    draft_token: int | None
+    margin: float | None
+    within_noise: bool
+
+
+@dataclass(frozen=True)
+class EqualityCheck:
+    """One drafter, rule and tree on all prompts."""
+
+    drafter: str
+    rule: str
+    tree: TreePlan
+    num_prompts: int
+    num_tokens: int
+    acceptance_length: float
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def passed(self) -> bool:
+        """No divergence that the engine's noise does not explain."""
+        return all(each.within_noise for each in self.divergences)
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All that was checked. noise: the largest difference of a log-probability between one wide
+    target call and narrow ones. device: "cpu" or "cuda", where `rejection` stays empty."""
+
+    dtype: str
+    device: str
+    max_new_tokens: int
+    noise: float
+    equality: tuple[EqualityCheck, ...]
+    rejection: tuple[RejectionCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Everything held."""
+        return all(each.passed for each in self.equality) and not significant(self.rejection)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """The report in words."""
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        lines = [
+            f"{self.dtype}{where}, up to {self.max_new_tokens} new tokens; one wide call differs"
+            f" from narrow ones by {self.noise:.1e} (log-probability)"
+        ]
+        for each in self.equality:
+            lines += _equality_lines(each)
+        lines += _rejection_lines(self.rejection)
+        if self.device != "cpu":
+            lines.append(
+                "rejection not tested on cuda, where the same code walks the tree on the host:"
+                " `eagle3 verify --device cpu` tests it"
+            )
+        return [*lines, f"verify: {'passed' if self.passed else 'FAILED'}"]
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Plain decoding's tokens of every prompt, under one rule."""
+
+    rule: str
+    options: Mapping[str, Any]
+    prompts: Sequence[list[int]]
+    tokens: Sequence[list[int]]
+
+
+def verify(
+    engine: Engine,
+    prompts: Sequence[str] = PROMPTS,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    *,
+    tree: TreeRequest | None = None,
+    num_walks: int = NUM_WALKS,
+    report: Report = lambda _: None,
+) -> VerifyReport:
+    """Checks every drafter of the engine's bundle against plain decoding, and `rejection`.
+
+    tree: in the plan's place, as the one that every prompt runs with. num_walks: acceptance walks
+    of each chi-square context. report: told of every prompt done. Raises RequestError for a prompt
+    that the engine refuses, PlanError for a tree.
+    """
+    engine.plan.override(tree=tree)  # what it refuses is said before the long work
+    on_host = engine.device is None
+    drafters = [name for name in engine.drafters if name != "none"]
+    if engine.device is not None:
+        for drafter in drafters:
+            engine.device.check_tree(_trees(engine, drafter, tree)[0][0])
+    if not prompts:
+        raise RequestError("there are no prompts to verify on: give at least one")
+    chat = engine.chat_template is not None
+    encoded = [engine.encode(prompt, chat=chat) for prompt in prompts]
+    plains = [_decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES]
+    if on_host:
+        noise = measure_noise(engine, encoded[0] + plains[0].tokens[0])
+    else:
+        noise = measure_draft_noise(engine, encoded[0], max_new_tokens)
+    equality = [
+        _check_equality(engine, drafter, each, plain, every, noise, report)
+        for drafter in drafters
+        for plain in plains
+        for each, every in _trees(engine, drafter, tree, WIDE)
+    ]
+    room = engine.plan.max_seq_len - engine.plan.max_draft_tokens - 1
+    contexts = [ids for ids in encoded if len(ids) <= room]
+    rejection = [
+        check
+        for drafter in (drafters if on_host else ())
+        for check in check_rejection(
+            engine,
+            drafter,
+            [each for each, _ in _trees(engine, drafter, tree, WIDE, CHAIN)],
+            contexts[:_NUM_CONTEXTS],
+            num_walks,
+            report,
+        )
+    ]
+    where = "cpu" if on_host else "cuda"
+    return VerifyReport(
+        engine.plan.dtype, where, max_new_tokens, noise, tuple(equality), tuple(rejection)
+    )
+
+
+def measure_noise(engine: Engine, text: Sequence[int]) -> float:
+    """max |difference of log p| between wide calls over `text` and one call a token.
+
+    Of the most likely tokens of each row; the wide calls are as wide as the widest tree here.
+    """
+    target, worst = engine.target, 0.0
+    width = min(WIDE.num_draft_tokens + 1, target.max_verify_rows)
+    text = text[: min(width * _NOISE_WINDOWS, target.capacity)]
+    with engine.turn():
+        for past in range(0, len(text), width):
+            part = text[past : past + width]
+            output = target.verify(Tree.chain(part[0], part[1:]), past, want_logits=True)
+            assert output.logits is not None
+            wide = log_softmax(output.logits)
+            for row, token in enumerate(part):
+                output = target.verify(Tree.root_only(token), past + row, want_logits=True)
+                assert output.logits is not None
+                narrow = log_softmax(output.logits[0])
+                likely = np.argsort(-narrow)[:_NOISE_TOP]
+                worst = max(worst, float(np.abs(wide[row][likely] - narrow[likely]).max()))
+    return worst
+
+
+def measure_draft_noise(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> float:
+    """As `measure_noise`, where the target's calls are out of reach: between the greedy text behind
+    `prompt` decoded plainly and with the draft, as far as they are one text.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "logprobs": _NOISE_TOP}
+    plain, drafted = (
+        engine.generate(prompt, drafter=name, **options).logprobs or ()
+        for name in ("none", engine.default_drafter)
+    )
+    worst = 0.0
+    for one, other in zip(plain, drafted, strict=False):
+        theirs = dict(other.top)
+        worst = max([worst, *(abs(p - theirs[i]) for i, p in one.top if i in theirs)])
+        if one.token_id != other.token_id:
+            break
+    return worst
+
+
+def _trees(
+    engine: Engine, drafter: str, asked: TreeRequest | None, *more: TreePlan
+) -> list[tuple[TreePlan, int]]:
+    """The tree asked for, or the drafter's own, for every prompt, and others for some, cut to what
+    the bundle can verify.
+
+    (tree, n): it runs on every n-th prompt. None twice.
+    """
+    own = engine.default_tree(drafter)
+    main = own if asked is None else replace(engine.plan, tree=own).override(tree=asked)
+    limit = engine.plan.max_draft_tokens
+    if engine.device is not None:  # whose draft grows one tree, or the first of its nodes
+        more = (replace(main, num_draft_tokens=-(-main.num_draft_tokens // 2)),)
+    cut = [replace(each, num_draft_tokens=min(each.num_draft_tokens, limit)) for each in more]
+    return [(main, 1), *((each, _OTHER_TREES_EVERY) for each in cut if each != main)]
+
+
+def _decode_plain(
+    engine: Engine, rule: str, prompts: Sequence[list[int]], max_new_tokens: int, report: Report
+) -> _Plain:
+    options = {**RULES[rule], "max_new_tokens": max_new_tokens}
+    tokens = []
+    for index, ids in enumerate(prompts):
+        result = engine.generate(ids, drafter="none", seed=index, **options)
+        tokens.append(result.token_ids)
+        report(f"{rule}, plain: prompt {index + 1} of {len(prompts)}")
+    return _Plain(rule, options, prompts, tokens)
+
+
+def _check_equality(
+    engine: Engine,
+    drafter: str,
+    tree: TreePlan,
+    plain: _Plain,
+    every: int,
+    noise: float,
+    report: Report,
+) -> EqualityCheck:
+    divergences = []
+    rounds = committed = 0.0
+    chosen = range(0, len(plain.prompts), every)
+    for index in chosen:
+        ids, expected = plain.prompts[index], plain.tokens[index]
+        result = engine.generate(ids, drafter=drafter, tree=tree, seed=index, **plain.options)
+        rounds += result.stats.rounds
+        committed += result.stats.rounds * result.stats.acceptance_length
+        if result.token_ids != expected:
+            divergences.append(_divergence(engine, plain, index, result.token_ids, noise))
+        report(
+            f"{plain.rule}, {drafter}, tree {tree_name(tree)}: prompt {index + 1} of"
+            f" {len(plain.prompts)}: {'equal' if result.token_ids == expected else 'DIFFERENT'}"
+        )
+    return EqualityCheck(
+        drafter,
+        plain.rule,
+        tree,
+        len(chosen),
+        sum(len(plain.tokens[index]) for index in chosen),
+        committed / rounds if rounds else 0.0,
+        tuple(divergences),
+    )
+
+
+def _divergence(
+    engine: Engine, plain: _Plain, index: int, found: list[int], noise: float
+) -> Divergence:
+    expected = plain.tokens[index]
+    pairs = enumerate(zip(expected, found, strict=False))
+    shorter = min(len(expected), len(found))
+    position = next((i for i, (a, b) in pairs if a != b), shorter)
+    margin = allowed = None
+    if position < shorter and plain.rule == "greedy":
+        # Both logits of the margin may be off by the noise.
+        margin, allowed = _greedy_margin(engine, plain, index, position), 2 * noise
+    elif position < shorter:
+        # A log-probability off by e moves a sum of probabilities by a factor of at most exp(2e/T).
+        margin = _coupled_margin(engine, plain, index, position)
+        allowed = float(np.expm1(2 * noise / RULES["coupled"]["temperature"]))
+    return Divergence(
+        prompt=index,
+        position=position,
+        plain_token=expected[position] if position < len(expected) else None,
+        draft_token=found[position] if position < len(found) else None,
+        margin=margin,
+        within_noise=(
+            (engine.plan.dtype != "float32" or engine.device is not None)
+            and margin is not None
+            and allowed is not None
+            and margin <= allowed
+        ),
+    )
+
+
+def _greedy_margin(engine: Engine, plain: _Plain, index: int, position: int) -> float | None:
+    """The two best logits of plain decoding at `position`, apart."""
+    options = {**plain.options, "max_new_tokens": position + 1}
+    result = engine.generate(
+        plain.prompts[index], drafter="none", seed=index, logprobs=2, **options
+    )
+    if result.logprobs is None or len(result.logprobs) <= position:
+        return None
+    (_, best), (_, second) = result.logprobs[position].top
+    return best - second
+
+
+def _coupled_margin(engine: Engine, plain: _Plain, index: int, position: int) -> float:
+    """How far the uniform number is from leaving the interval of plain decoding's token."""
+    text = plain.prompts[index] + plain.tokens[index][:position]
+    logits = engine.next_logits(text)
+    params = SamplingParams(temperature=RULES["coupled"]["temperature"])
+    p = target_probs(logits, TokenHistory(len(logits)), (), params)
+    token = plain.tokens[index][position]
+    edges = np.cumsum(p, dtype=np.float64)[max(token - 1, 0) : token + 1]
+    edges = edges if token else np.array([0.0, edges[0]])
+    u = CoupledUniforms(index).uniform(len(text))
+    return float(np.abs(edges - u).min())
+
+
+def _equality_lines(each: EqualityCheck) -> list[str]:
+    equal = each.num_prompts - len(each.divergences)
+    lines = [
+        f"{each.rule:9} {each.drafter}, tree {tree_name(each.tree)}: {equal} of"
+        f" {each.num_prompts} prompts token-equal ({each.num_tokens} tokens, tau"
+        f" {each.acceptance_length:.2f})"
+    ]
+    for found in each.divergences:
+        margin = "unknown" if found.margin is None else f"{found.margin:.1e}"
+        verdict = "within the engine's noise" if found.within_noise else "FAILURE"
+        lines.append(
+            f"  prompt {found.prompt + 1}, token {found.position}: plain {found.plain_token},"
+            f" drafted {found.draft_token}, margin {margin}: {verdict}"
+        )
+    return lines
+
+
+def _rejection_lines(checks: Sequence[RejectionCheck]) -> list[str]:
+    failed = significant(checks)
+    lines = []
+    for drafter, tree in dict.fromkeys((each.drafter, each.tree) for each in checks):
+        group = [each for each in checks if (each.drafter, each.tree) == (drafter, tree)]
+        worst = min(group, key=lambda each: each.p_value)
+        lines.append(
+            f"rejection {drafter}, tree {tree_name(tree)}: {len(group)} chi-square tests, smallest"
+            f" p {worst.p_value:.2g} (of {len(checks)} tests together, {worst.num_walks} walks)"
+        )
+        lines += [
+            f"  context {each.context + 1}, token {each.token}: p {each.p_value:.1e} over"
+            f" {each.num_cells} cells: FAILURE"
+            for each in group
+            if each in failed
+        ]
+    return lines

@@ -1,0 +1,169 @@
+"""What every draft engine does: a text's rows in a cache, tree rows behind them, top-k of some.
+
+`draft.py` adds a head's features and what it feeds back, `draft_model.py` an LM's positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.runtime.bundle.manifest import DraftInfo, Manifest, TensorSpec
+from eagle3.runtime.ort.session import Bound, Buffer, KvCache, Session, Values, cache_specs
+
+Int64s = NDArray[np.int64]
+Float32s = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What may follow the rows asked for; arrays are views that the next call overwrites.
+
+    top_ids int64 [M,K] (the target's ids) and top_log_probs float32 [M,K], best first; logits
+    float32 [M,Vd] when asked for.
+    """
+
+    top_ids: Int64s
+    top_log_probs: Float32s
+    logits: Float32s | None
+
+
+class CandidateEngine(ABC):
+    """Batch 1. Slots 0 .. `num_rows` - 1 of the cache hold a text; tree rows stand behind it and
+    are overwritten by the next extension.
+
+    Letters: N rows of a call (at most `max_rows`), M rows with candidates, K candidates a row, W
+    rows of the tree so far, Vd draft vocabulary.
+    """
+
+    def __init__(self, session: Session, manifest: Manifest, info: DraftInfo) -> None:
+        plan = manifest.plan
+        self._session = session
+        self.draft_vocab_size = info.draft_vocab_size
+        self.max_rows = max(plan.prefill_chunk, plan.max_draft_tokens + 1)
+        self.capacity = plan.draft_capacity
+        self._cache = KvCache(
+            info.num_layers,
+            info.num_kv_heads,
+            plan.draft_capacity,
+            info.head_dim,
+            np.dtype(plan.dtype),
+        )
+        self.num_rows = self._num_used = 0
+        rows, top = self.max_rows, plan.max_draft_tokens
+        self._max_window = max(rows, plan.max_draft_rows)
+        self._ids, self._positions = Buffer(rows, np.int64), Buffer(rows, np.int64)
+        self._mask = Buffer(rows * self._max_window, np.bool_)
+        self._past, self._top_k = Buffer(1, np.int64), Buffer(1, np.int64)
+        self._logit_rows = Buffer(rows, np.int64)
+        self._ids_out, self._log_probs = Buffer(top * top, np.int64), Buffer(top * top, np.float32)
+        self._logits = Buffer(top * self.draft_vocab_size, np.float32)
+        self._causal = np.tril(np.ones((rows, rows), np.bool_))
+        self._bound_past, self._bound_present = self._cache.bindings()
+
+    def reset(self) -> None:
+        """Forgets all rows, and NaN that broken weights may have left in them."""
+        self._cache.clear(stop=self._num_used)
+        self.num_rows = self._num_used = 0
+
+    def _run_text(self, ids: Int64s, top_k: int, want_logits: bool) -> Candidates:
+        """Runs the next rows [N] of the text and keeps them; candidates of the last one."""
+        count, first = len(ids), self.num_rows
+        self._ids.view(1, count)[0] = ids
+        self._positions.view(1, count)[0] = np.arange(first, first + count)
+        self._mask.view(1, count, count)[0] = self._causal[:count, :count]
+        self._logit_rows.view(1, 1)[0] = count - 1
+        self.num_rows += count
+        return self._run(count, count, 1, first, top_k, want_logits)
+
+    def _run_tree(
+        self, ids: Int64s, depth: int, row_mask: NDArray[np.bool_], top_k: int, want_logits: bool
+    ) -> Candidates:
+        """Runs tree rows behind the text; candidates of all of them.
+
+        ids [N]: nodes at `depth` (1 = children of the root); row_mask [N,W] bool: which of the
+        tree rows so far, these included, each one sees.
+        """
+        count, window = row_mask.shape
+        self._ids.view(1, count)[0] = ids
+        self._positions.view(1, count)[0] = self.num_rows - 1 + depth
+        self._mask.view(1, count, window)[0] = row_mask
+        self._logit_rows.view(1, count)[0] = np.arange(count)
+        past = self.num_rows + window - count
+        return self._run(count, window, count, past, top_k, want_logits)
+
+    def _run(
+        self, count: int, window: int, picked: int, past: int, top_k: int, want_logits: bool
+    ) -> Candidates:
+        self._num_used = max(self._num_used, past + count)
+        self._past.view(1)[0] = past
+        self._top_k.view(1)[0] = top_k
+        shape = (count, window, picked, top_k, want_logits)
+        self._session.run(shape, lambda: self._values(*shape))
+        return Candidates(
+            top_ids=self._ids_out.view(1, picked, top_k)[0],
+            top_log_probs=self._log_probs.view(1, picked, top_k)[0],
+            logits=self._logits.view(1, picked, self.draft_vocab_size)[0] if want_logits else None,
+        )
+
+    def _values(
+        self, count: int, window: int, picked: int, top_k: int, want_logits: bool
+    ) -> Values:
+        own_inputs, own_outputs = self._own_values(count, window)
+        inputs = {
+            "input_ids": self._ids.value(1, count),
+            "position_ids": self._positions.value(1, count),
+            "tree_mask": self._mask.value(1, count, window),
+            "past_len": self._past.value(1),
+            "logit_rows": self._logit_rows.value(1, picked),
+            "top_k": self._top_k.value(1),
+            **own_inputs,
+            **self._bound_past,
+        }
+        outputs = {
+            "top_ids": self._ids_out.value(1, picked, top_k),
+            "top_log_probs": self._log_probs.value(1, picked, top_k),
+            **own_outputs,
+            **self._bound_present,
+        }
+        if want_logits:
+            outputs["logits"] = self._logits.value(1, picked, self.draft_vocab_size)
+        return inputs, outputs
+
+    @abstractmethod
+    def _own_values(self, count: int, window: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Inputs and outputs that this kind of engine has besides."""
+
+
+def bound_candidates(
+    manifest: Manifest,
+    info: DraftInfo,
+    own_inputs: Sequence[TensorSpec],
+    own_outputs: Sequence[TensorSpec] = (),
+) -> Bound:
+    """What `CandidateEngine` binds, with what its kind has besides."""
+    plan = manifest.plan
+    cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
+    inputs = [
+        TensorSpec("input_ids", "int64", ("B", "N")),
+        TensorSpec("position_ids", "int64", ("B", "N")),
+        TensorSpec("tree_mask", "bool", ("B", "N", "W")),
+        TensorSpec("past_len", "int64", ("B",)),
+        TensorSpec("logit_rows", "int64", ("B", "M")),
+        TensorSpec("top_k", "int64", (1,)),
+        *own_inputs,
+        *cache_specs("past", info.num_layers, cache, plan.dtype),
+    ]
+    outputs = [
+        TensorSpec("top_ids", "int64", ("B", "M", "K")),
+        TensorSpec("top_log_probs", "float32", ("B", "M", "K")),
+        TensorSpec("logits", "float32", ("B", "M", info.draft_vocab_size)),
+        *own_outputs,
+        *cache_specs("present", info.num_layers, cache, plan.dtype),
+    ]
+    return Bound(inputs, outputs)

@@ -1,0 +1,155 @@
+"""A draft head's engines over their cache: extend by committed rows, step by tree rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagle3.runtime.bundle.folder import Bundle
+from eagle3.runtime.bundle.manifest import (
+    DRAFT_ENGINES,
+    DraftInfo,
+    Manifest,
+    TargetInfo,
+    TensorSpec,
+    engine_name,
+)
+from eagle3.runtime.ort.candidates import CandidateEngine, Candidates, Int64s, bound_candidates
+from eagle3.runtime.ort.session import Bound, Buffer, Clock, Session, load_session
+
+
+@dataclass(frozen=True)
+class DraftOutput(Candidates):
+    """With `hidden` [N,d] of all rows, what the next step is fed; a view like the rest."""
+
+    hidden: NDArray[Any]
+
+
+class DraftEngine(CandidateEngine):
+    """The rows of its text were made from the target's features.
+
+    name: which of the bundle's heads, by default the first. columns: of the target's features
+    [N,F'], those [N,F] that this head fuses.
+    """
+
+    def __init__(self, bundle: Bundle, threads: int, clock: Clock, name: str | None = None) -> None:
+        manifest = bundle.manifest
+        name = next(iter(manifest.drafts)) if name is None else name
+        plan, info = manifest.plan, manifest.drafts[name]
+        # First, so that a manifest which does not fit the graphs sizes no buffer.
+        self._fuse: Session | None = None
+        if "draft_fuse" in DRAFT_ENGINES[info.method]:
+            bound = _bound_fuse(manifest, info)
+            self._fuse = load_session(
+                bundle, engine_name(name, "draft_fuse"), bound, threads, clock
+            )
+        shape = ("B", "N", info.hidden_size)
+        bound = bound_candidates(
+            manifest,
+            info,
+            [TensorSpec("hidden", plan.dtype, shape)],
+            [TensorSpec("hidden_out", plan.dtype, shape)],
+        )
+        session = load_session(bundle, engine_name(name, "draft"), bound, threads, clock)
+        super().__init__(session, manifest, info)
+        self.hidden_size = info.hidden_size
+        self.columns = _columns(manifest.target, info)
+        self.feature_size = feature_size_of(manifest.target, info)
+        rows, dtype = self.max_rows, np.dtype(plan.dtype)
+        self._features = Buffer(rows * self.feature_size, dtype)
+        self._hidden_in = Buffer(rows * self.hidden_size, dtype)
+        self._hidden_out = Buffer(rows * self.hidden_size, dtype)
+
+    def feature_slots(self, num_rows: int) -> NDArray[Any]:
+        """Where the caller writes the features [N,F] of the next `extend`."""
+        slots: NDArray[Any] = self._features.view(1, num_rows, self.feature_size)[0]
+        return slots
+
+    def extend(self, next_ids: Int64s, top_k: int, want_logits: bool = False) -> DraftOutput:
+        """Runs rows with the target's features (already in `feature_slots`) and keeps them.
+
+        next_ids [N]: row i's features belong to position i, its token to position i + 1. The
+        candidates are those of the last row.
+        """
+        self._fill_hidden(len(next_ids))
+        return self._with_hidden(self._run_text(next_ids, top_k, want_logits), len(next_ids))
+
+    def _fill_hidden(self, count: int) -> None:
+        """The first `count` feature slots become the draft's input [N,d]."""
+        if self._fuse is None:  # then F = d
+            self._hidden_in.view(1, count, self.hidden_size)[0] = self.feature_slots(count)
+            return
+        self._fuse.run(
+            count,
+            lambda: (
+                {"features": self._features.value(1, count, self.feature_size)},
+                {"hidden": self._hidden_in.value(1, count, self.hidden_size)},
+            ),
+        )
+
+    def shared(self, num_rows: int) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+        """For a graph that takes turns with this engine: the features [1,N,F] in `feature_slots`,
+        and the cache as its inputs past_* and outputs present_*.
+        """
+        features = self._features.value(1, num_rows, self.feature_size)
+        return features, self._bound_past, self._bound_present
+
+    def keep_rows(self, count: int) -> None:
+        """Rows that such a graph has written behind the kept ones."""
+        self.num_rows += count
+        self._num_used = max(self._num_used, self.num_rows)
+
+    def step(
+        self,
+        ids: Int64s,
+        hidden: NDArray[Any],
+        depth: int,
+        row_mask: NDArray[np.bool_],
+        top_k: int,
+        want_logits: bool = False,
+    ) -> DraftOutput:
+        """Runs tree rows that carry what the head fed back; see `_run_tree`.
+
+        hidden [N,d]: the `hidden` of the parents of ids [N].
+        """
+        count = len(ids)
+        self._hidden_in.view(1, count, self.hidden_size)[0] = hidden
+        return self._with_hidden(self._run_tree(ids, depth, row_mask, top_k, want_logits), count)
+
+    def _with_hidden(self, out: Candidates, count: int) -> DraftOutput:
+        hidden = self._hidden_out.view(1, count, self.hidden_size)[0]
+        return DraftOutput(out.top_ids, out.top_log_probs, out.logits, hidden)
+
+    def _own_values(self, count: int, window: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        shape = (1, count, self.hidden_size)
+        return (
+            {"hidden": self._hidden_in.value(*shape)},
+            {"hidden_out": self._hidden_out.value(*shape)},
+        )
+
+
+def feature_size_of(target: TargetInfo, info: DraftInfo) -> int:
+    """F: columns of the target's features that this head fuses."""
+    return len(info.aux_layer_ids) * target.hidden_size
+
+
+def _columns(target: TargetInfo, info: DraftInfo) -> slice | Int64s:
+    """Which columns of the target's features are the head's own; a slice makes no copy."""
+    if info.aux_layer_ids == target.aux_layer_ids:
+        return slice(None)
+    width = target.hidden_size
+    blocks = [target.aux_layer_ids.index(layer) for layer in info.aux_layer_ids]
+    return np.concatenate([np.arange(block * width, (block + 1) * width) for block in blocks])
+
+
+def _bound_fuse(manifest: Manifest, info: DraftInfo) -> Bound:
+    """What `extend` binds."""
+    dtype = manifest.plan.dtype
+    return Bound(
+        [TensorSpec("features", dtype, ("B", "N", feature_size_of(manifest.target, info)))],
+        [TensorSpec("hidden", dtype, ("B", "N", info.hidden_size))],
+    )

@@ -1,0 +1,35 @@
+"""Joins short conversations into long ones, so that a head also sees late positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle3.train.batches.token_dataset import Conversation
+from eagle3.train.data.render import Renderer, Turn
+
+
+def joined(
+    talks: Sequence[Sequence[Turn]], renderer: Renderer, share: float, max_tokens: int, seed: int
+) -> list[Conversation]:
+    """Conversations as they are, and about `share` of `talks` joined into long ones.
+
+    A long one takes conversations as they come until the next would pass `max_tokens`; those with
+    a system message are left alone. Which are joined depends on `seed` alone.
+    """
+    chosen = np.random.default_rng(seed).random(len(talks)) < share
+    single = [renderer.conversation(talk) for talk in talks]
+    takes = [bool(c) and talk[0].system is None for c, talk in zip(chosen, talks, strict=True)]
+    result = [each for each, take in zip(single, takes, strict=True) if not take]
+    group: list[Turn] = []
+    length = 0
+    for talk, alone, take in zip(talks, single, takes, strict=True):
+        if not take:
+            continue
+        if group and length + len(alone) > max_tokens:
+            result.append(renderer.conversation(group))
+            group, length = [], 0
+        group += talk
+        length += len(alone)
+    return [*result, renderer.conversation(group)] if group else result
