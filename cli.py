@@ -18,8 +18,8 @@ from eagle3 import __version__
 from eagle3.export.commands.export_command import export
 from eagle3.plans.commands.build_command import build
 from eagle3.plans.commands.plan_command import plan_group
-from eagle3.plans.plan import TreeRequest
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
+from eagle3.plans.tree_plan import TreeRequest
 from eagle3.runtime.bundle.manifest import BUILT_IN_DRAFTERS, DRAFT_ENGINES
 from eagle3.runtime.errors import Eagle3Error
 from eagle3.runtime.terminal.options import all_options, json_option, note, parsed, print_result
@@ -229,10 +229,10 @@ def chat(
 ) -> None:
     """Talk; /reset forgets, /exit ends, Ctrl-C stops an answer."""
     from eagle3.runtime.terminal.console import typed_lines
-    from eagle3.runtime.terminal.conversation import Conversation, converse
+    from eagle3.runtime.terminal.conversation import ChatSession, converse
 
     options, lines = _request(**flags), typed_lines(note)
-    talk = Conversation(_load(bundle, threads, device, backend), note, system, **options)
+    talk = ChatSession(_load(bundle, threads, device, backend), note, system, **options)
     converse(talk, lines, _write, note)
 
 
@@ -278,6 +278,7 @@ def verify(
 @json_option
 def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
     """Say what is inside BUNDLE."""
+    from eagle3.plans.tensorrt.plan_file_text import plan_files_json, plan_files_text
     from eagle3.runtime.bundle.describe import describe, description_lines
     from eagle3.runtime.bundle.folder import Bundle
 
@@ -285,7 +286,8 @@ def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
     if hashes:
         opened.verify_hashes()
         note("every file has the SHA-256 that the manifest names")
-    print_result(describe(opened), description_lines(opened), as_json)
+    data = describe(opened, plan_files_json(opened))
+    print_result(data, description_lines(opened, plan_files_text(opened)), as_json)
 
 
 @main.command()

@@ -27,7 +27,9 @@ from eagle3.export.targets.target import load_target
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.ort.batch_engine import BatchEngine, BatchRequest
 from eagle3.runtime.params import SamplingParams
-from eagle3.runtime.text.chat_template import ChatTemplate, encode_prompt, load_tokenizer
+from eagle3.runtime.text.chat_template import ChatTemplate
+from eagle3.runtime.text.prompt_encoding import encode_prompt
+from eagle3.runtime.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)

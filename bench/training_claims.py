@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.train.evaluation.evaluate import EvalRequest, evaluate
 from eagle3.train.loop.train_head import train_head
 from eagle3.train.requests.recipe import Recipe, TrainRequest

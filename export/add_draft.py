@@ -28,8 +28,8 @@ from eagle3.export.exporter import (
 from eagle3.export.graphs.weights import StoredGraph, embedding_name
 from eagle3.export.publish import check_output, copy_files, publish, staging
 from eagle3.export.targets.target import Target, load_target
-from eagle3.plans.plan import TreePlan
 from eagle3.plans.tensorrt.plan_files import FOLDER
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle, describe_files, write_manifest
 from eagle3.runtime.bundle.manifest import Manifest, TargetInfo
 from eagle3.runtime.errors import BundleError, ExportError, SelfCheckFailed

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from eagle3.export.checks.self_check import SelfCheck, check_bundle
 from eagle3.export.drafts.draft_source import Draft, DraftSource, is_causal_lm, load_draft
-from eagle3.export.graphs.attention import LOWERINGS
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import save
 from eagle3.export.graphs.weights import StoredGraph, quantize_int8, store_for_matmul, unshare_int8
 from eagle3.export.heads.assume import parse_assumptions

@@ -16,7 +16,7 @@ PEAK_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """Memory, bandwidth and arithmetic of one device. Raises PlanError for a number amiss."""
 
     name: str

@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eagle3.plans.backends import TENSORRT_BACKENDS
-from eagle3.plans.device_spec import Device
+from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
-from eagle3.plans.plan import Plan
+from eagle3.plans.plan import ITEM_BYTES, Plan
 from eagle3.runtime.errors import PlanError
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _INT8_BLOCKS = (128, 64, 32)  # rows that share a scale, the largest that divides d: export's rule
 
 
@@ -92,7 +91,9 @@ def memory(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> Memory:
     )
 
 
-def check_fit(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device) -> Memory:
+def check_memory(
+    target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec
+) -> Memory:
     """`memory`, if the device has it. Raises PlanError with both numbers and what would fit."""
     needed = memory(target, draft, plan)
     if needed.total <= device.usable_bytes:
@@ -112,7 +113,7 @@ def check_fit(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device:
 
 
 def longest_context(
-    target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device
+    target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec
 ) -> int | None:
     """The largest max_seq_len, up to the plan's own, that fits the device; None where none does."""
     low, high = _shortest(plan), plan.max_seq_len
@@ -127,7 +128,9 @@ def longest_context(
     return low
 
 
-def _what_fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device) -> str:
+def _what_fits(
+    target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec
+) -> str:
     """Each single change of the plan with which it would fit, in words."""
     ways = []
     shorter = longest_context(target, draft, plan, device)
@@ -151,7 +154,7 @@ def _what_fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device
     )
 
 
-def _fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Device) -> bool:
+def _fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec) -> bool:
     return memory(target, draft, plan).total <= device.usable_bytes
 
 

@@ -8,24 +8,22 @@ itself is in `rules.py`, what a device has and costs in `device.py` and `rooflin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from numbers import Integral
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from eagle3.plans.backends import (
     PADDED_BACKENDS,
-    check_backend,
-    check_choice,
+    TENSORRT_BACKENDS,
     check_compute_capability,
-    unbuilt_reasons,
     widths_of,
     widths_up_to,
 )
-from eagle3.plans.tree_paths import DYNAMIC, TreePaths, named_paths
+from eagle3.plans.checked_fields import check_choice, exact_fields, set_int
+from eagle3.plans.tree_plan import MAX_DRAFT_TOKENS, TreePlan, TreeRequest, requested_tree
 from eagle3.runtime.errors import PlanError
 
 DTYPES = ("float32", "float16", "bfloat16")
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 TARGET_WEIGHTS = ("same", "int8")
 DRAFT_WEIGHTS = ("same", "int8")
 KV_DTYPES = ("same", *DTYPES)
@@ -35,108 +33,7 @@ BACKENDS = ("ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx")
 MAX_BATCH = 1024
 MAX_SEQ_LEN = 1 << 20
 MAX_WORKSPACE_BYTES = 1 << 40
-MAX_DRAFT_TOKENS = 1024
-MAX_DRAFT_DEPTH = 1024
-MAX_DRAFT_TOP_K = 256
 _DRAFT_ROWS_PER_TOKEN = 4
-
-
-@dataclass(frozen=True)
-class TreePlan:
-    """The draft tree of a round, root excluded. Raises PlanError for a value out of range.
-
-    Dynamic (EAGLE-2) unless `static` names its nodes (EAGLE-1); the sizes then cut that tree.
-    `num_draft_tokens` may exceed `num_candidates`: the tree then has every candidate there is.
-    """
-
-    draft_top_k: int = 1
-    """K: children each frontier node proposes, and nodes kept as the next frontier."""
-    draft_depth: int = 3
-    """D: number of levels below the root."""
-    num_draft_tokens: int = 3
-    """Nodes kept for verification; one target call sees these and the root."""
-    static: TreePaths | None = None
-    """The nodes of a static tree; None lets the draft's scores choose them."""
-
-    def __post_init__(self) -> None:
-        _set_int(self, "draft_top_k", MAX_DRAFT_TOP_K, where="tree.")
-        _set_int(self, "draft_depth", MAX_DRAFT_DEPTH, where="tree.")
-        _set_int(self, "num_draft_tokens", MAX_DRAFT_TOKENS, where="tree.")
-        if not isinstance(self.static, TreePaths | None):
-            raise PlanError(f"tree.static is {self.static!r:.80}: give TreePaths or None")
-
-    @classmethod
-    def of_paths(cls, paths: TreePaths, **sizes: int) -> TreePlan:
-        """The static tree of `paths`, whole but for the sizes that are given."""
-        whole = {
-            "draft_top_k": paths.top_k,
-            "draft_depth": paths.depth,
-            "num_draft_tokens": paths.num_nodes,
-        }
-        return cls(**{**whole, **sizes}, static=paths)
-
-    @property
-    def policy(self) -> str:
-        """`dynamic` or `static`."""
-        return DYNAMIC if self.static is None else "static"
-
-    @property
-    def static_in_use(self) -> TreePaths | None:
-        """The static tree within the sizes."""
-        if self.static is None:
-            return None
-        return self.static.cut(self.draft_top_k, self.draft_depth, self.num_draft_tokens)
-
-    @property
-    def num_candidates(self) -> int:
-        """Nodes a dynamic tree scores before the rerank: K under the root, K*K a level below."""
-        return self.draft_top_k + (self.draft_depth - 1) * self.draft_top_k**2
-
-    @property
-    def top_k_in_use(self) -> int:
-        """More children a node, or frontier nodes, than tokens in the tree change nothing."""
-        paths = self.static_in_use
-        return min(self.draft_top_k, self.num_draft_tokens) if paths is None else paths.top_k
-
-    @property
-    def depth_in_use(self) -> int:
-        """More levels than tokens in the tree change nothing."""
-        paths = self.static_in_use
-        return min(self.draft_depth, self.num_draft_tokens) if paths is None else paths.depth
-
-    @property
-    def num_draft_rows(self) -> int:
-        """Rows of the draft in one round, besides those of committed tokens."""
-        paths = self.static_in_use
-        if paths is None:
-            return self.top_k_in_use * (self.depth_in_use - 1)
-        return paths.num_draft_rows
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: object) -> TreePlan:
-        """Read `to_json`'s object; PlanError for a missing, unknown or wrong field."""
-        values = _exact_fields(cls, data, "tree")
-        static = values.pop("static")
-        return cls(**values, static=None if static is None else TreePaths.from_json(static))
-
-
-TreeRequest = str | Sequence[Sequence[int]] | TreePlan
-"""A tree as a request may name it: "dynamic" or a static tree's name, paths, or a whole plan."""
-
-
-def _requested(tree: TreeRequest, default: TreePlan) -> TreePlan:
-    """Raises PlanError for a name that is unknown and paths that make no tree."""
-    if isinstance(tree, TreePlan):
-        return tree
-    if isinstance(tree, str):
-        if tree == DYNAMIC:
-            return replace(default, static=None)
-        return TreePlan.of_paths(named_paths(tree))
-    return TreePlan.of_paths(TreePaths(tree))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -174,12 +71,12 @@ class Plan:
     """Scratch memory TensorRT may use; None: as much as it likes."""
 
     def __post_init__(self) -> None:
-        _set_int(self, "batch", MAX_BATCH)
-        _set_int(self, "max_seq_len", MAX_SEQ_LEN, low=2)
-        _set_int(self, "prefill_chunk", self.max_seq_len, "max_seq_len")
+        set_int(self, "batch", MAX_BATCH)
+        set_int(self, "max_seq_len", MAX_SEQ_LEN, low=2)
+        set_int(self, "prefill_chunk", self.max_seq_len, "max_seq_len")
         # One target call holds the root and the tree, and all of it must fit the cache.
-        _set_int(self, "max_draft_tokens", MAX_DRAFT_TOKENS)
-        _set_int(self, "max_draft_tokens", self.max_seq_len - 1, "max_seq_len - 1")
+        set_int(self, "max_draft_tokens", MAX_DRAFT_TOKENS)
+        set_int(self, "max_draft_tokens", self.max_seq_len - 1, "max_seq_len - 1")
         _check_tree(self.tree, self.max_draft_tokens)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("target_weights", self.target_weights, TARGET_WEIGHTS)
@@ -188,11 +85,11 @@ class Plan:
         check_choice("lowering", self.lowering, LOWERINGS)
         check_choice("backend", self.backend, BACKENDS)
         if self.workspace_bytes is not None:
-            _set_int(self, "workspace_bytes", MAX_WORKSPACE_BYTES)
+            set_int(self, "workspace_bytes", MAX_WORKSPACE_BYTES)
         check_compute_capability(self.compute_capability)
         widths = widths_of(self.verify_widths, self.max_draft_tokens + 1, self.max_seq_len)
         object.__setattr__(self, "verify_widths", widths)
-        check_backend(self)
+        _check_backend(self)
 
     @property
     def cache_capacity(self) -> int:
@@ -212,7 +109,7 @@ class Plan:
     @property
     def unbuilt(self) -> tuple[str, ...]:
         """Why nothing can build or run this plan yet, if so: it may only be reckoned with."""
-        return unbuilt_reasons(self)
+        return _unbuilt_reasons(self)
 
     def resolved(self) -> Plan:
         """A plan without "same" and without widths left open: what it says is what is built."""
@@ -244,7 +141,7 @@ class Plan:
             "draft_depth": draft_depth,
             "num_draft_tokens": num_draft_tokens,
         }
-        base = self.tree if tree is None else _requested(tree, self.tree)
+        base = self.tree if tree is None else requested_tree(tree, self.tree)
         found = replace(base, **{k: v for k, v in asked.items() if v is not None})
         _check_tree(found, self.max_draft_tokens)
         return found
@@ -259,44 +156,10 @@ class Plan:
 
         Raises PlanError for a missing, unknown or wrong field, and for what nothing builds yet.
         """
-        values = _exact_fields(cls, data, "plan")
+        values = exact_fields(cls, data, "plan")
         plan = cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
         plan.require_built()
         return plan
-
-
-def _exact_fields(cls: type[Plan] | type[TreePlan], data: object, where: str) -> dict[str, Any]:
-    """`data` as keyword arguments of `cls`, which must have exactly its fields."""
-    if not isinstance(data, Mapping):
-        raise PlanError(f"{where} is {type(data).__name__}, not a JSON object")
-    known = [each.name for each in fields(cls)]
-    unknown = sorted(str(key) for key in data if key not in known)
-    if unknown:
-        raise PlanError(f"{where} has unknown fields {unknown}; it knows {known}: remove them")
-    missing = [name for name in known if name not in data]
-    if missing:
-        raise PlanError(f"{where} lacks the fields {missing}: add them")
-    return dict(data)
-
-
-def _set_int(
-    plan: Plan | TreePlan,
-    name: str,
-    high: int,
-    high_name: str = "",
-    *,
-    low: int = 1,
-    where: str = "",
-) -> None:
-    """Stores a field as int, whatever integer type it has; PlanError outside [low, high]."""
-    value = getattr(plan, name)
-    limit = f"{high_name} = {high}" if high_name else str(high)
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise PlanError(f"{where}{name} is {value!r}: give an integer from {low} to {limit}")
-    if not low <= int(value) <= high:
-        hint = "; raise max_seq_len or lower it" if high_name and int(value) > high else ""
-        raise PlanError(f"{where}{name} is {value}, allowed are {low} to {limit}{hint}")
-    object.__setattr__(plan, name, int(value))
 
 
 def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
@@ -316,3 +179,56 @@ def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
             f" leaves room for {limit}: ask for less of either, or export with a larger"
             " max_draft_tokens"
         )
+
+
+def _check_backend(plan: Plan) -> None:
+    """Raises PlanError, naming both fields, for what a backend can never do."""
+    backend = plan.backend
+    # ONNX Runtime's CPU provider has no bfloat16 MatMul: such a graph fails to load.
+    if backend == "ort-cpu" and plan.dtype == "bfloat16":
+        raise PlanError("dtype is bfloat16, which backend ort-cpu cannot run: choose float32")
+    if backend not in PADDED_BACKENDS and plan.verify_widths:
+        raise PlanError(
+            f"verify_widths is {list(plan.verify_widths)}, but backend {backend} pads nothing, a"
+            " call has the rows of its tree: leave it empty"
+        )
+    if backend in PADDED_BACKENDS and plan.lowering != "portable":
+        raise PlanError(
+            f"lowering is {plan.lowering}, whose attention backend {backend} does not know:"
+            " choose portable"
+        )
+    if backend == "ort-cuda" and plan.draft_weights == "int8":
+        raise PlanError(
+            "draft_weights is int8, whose blocks backend ort-cuda has no kernel for: choose same,"
+            f" or backend {' or '.join(TENSORRT_BACKENDS)}"
+        )
+    if backend in TENSORRT_BACKENDS:
+        return
+    for name in ("compute_capability", "workspace_bytes"):
+        value = getattr(plan, name)
+        if value is not None:
+            raise PlanError(
+                f"{name} is {value}, but backend {backend} compiles no plan files: leave it out,"
+                f" or choose {' or '.join(TENSORRT_BACKENDS)}"
+            )
+
+
+def _unbuilt_reasons(plan: Plan) -> tuple[str, ...]:
+    """One sentence for each value that no export writes and no runtime reads yet."""
+    reasons = []
+    if plan.batch > 1:
+        reasons.append(
+            f"batch is {plan.batch}, but every backend drafts for one sequence a call: build 1"
+            " (many requests at once, without a draft, need no other plan: runtime/batch.py)"
+        )
+    if plan.target_weights != "same":
+        reasons.append(
+            f"target_weights is {plan.target_weights}, but only a draft's weights can be stored"
+            " otherwise than as dtype says: choose same"
+        )
+    if plan.kv_dtype not in ("same", plan.dtype):
+        reasons.append(
+            f"kv_dtype is {plan.kv_dtype}, but caches have the dtype of the activations,"
+            f" {plan.dtype}: choose same"
+        )
+    return tuple(reasons)

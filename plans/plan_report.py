@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from eagle3.plans.device_spec import Device
+from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.facts import DraftFacts, TargetFacts
-from eagle3.plans.memory import Memory, check_fit, size_text
+from eagle3.plans.memory import Memory, check_memory, size_text
 from eagle3.plans.plan import Plan
 from eagle3.plans.preset import Preset
-from eagle3.plans.roofline import Call, Round, expected_round
+from eagle3.plans.roofline import Call, RoundEstimate, expected_round
 from eagle3.runtime.errors import PlanError
 
 
@@ -22,9 +22,9 @@ class PlanReport:
     target: TargetFacts
     draft: DraftFacts | None
     plan: Plan
-    device: Device
+    device: DeviceSpec
     memory: Memory
-    round: Round
+    round: RoundEstimate
     taus: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def plan_report(
         draft,
         plan,
         device,
-        check_fit(target, draft, plan, device),
+        check_memory(target, draft, plan, device),
         expected_round(target, draft, plan, device, context),
         tuple(taus) or tuple(float(n) for n in range(1, most + 1)),
     )
@@ -179,7 +179,7 @@ def _draft_text(draft: DraftFacts | None) -> str:
     )
 
 
-def _device_text(device: Device, plan: Plan) -> str:
+def _device_text(device: DeviceSpec, plan: Plan) -> str:
     usable, all_of_it = size_text(device.usable_bytes), size_text(device.memory_bytes)
     peak = device.flops_per_s(plan.dtype) / 1e12
     return (

@@ -18,9 +18,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from eagle3.plans.device_spec import Device
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.device_spec import DeviceSpec
+from eagle3.plans.plan import Plan
 from eagle3.plans.tree_paths import TreePaths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import PlanError
 
 _SUFFIX = ".toml"
@@ -34,7 +35,7 @@ class Preset:
     """
 
     name: str
-    device: Device
+    device: DeviceSpec
     plan: Plan
     text: str
 
@@ -106,7 +107,7 @@ def _read(file: Traversable, name: str, where: str) -> Preset:
         raise PlanError(f"{where}: {error}") from error
 
 
-def _device(data: object) -> Device:
+def _device(data: object) -> DeviceSpec:
     if isinstance(data, str):
         return load_preset(data).device
     if data is None:
@@ -114,7 +115,7 @@ def _device(data: object) -> Device:
             "device is missing: add a [device] table, or name a preset's, as device ="
             f" {preset_names()[0]!r}"
         )
-    return Device(**_fields(Device, data, "device"))
+    return DeviceSpec(**_fields(DeviceSpec, data, "device"))
 
 
 def _plan(data: object) -> Plan:

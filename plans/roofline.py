@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from eagle3.plans.device_spec import Device
+from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
 from eagle3.plans.memory import kv_bytes_per_token, matrix_bytes
 from eagle3.plans.plan import Plan
@@ -50,7 +50,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundEstimate:
     """Calls of one round, and of plain decoding beside it.
 
     verify: rows of a call -> the call; 1 is plain decoding. verify_width: rows of this plan's
@@ -104,9 +104,9 @@ def expected_round(
     target: TargetFacts,
     draft: DraftFacts | None,
     plan: Plan,
-    device: Device,
+    device: DeviceSpec,
     context: int | None = None,
-) -> Round:
+) -> RoundEstimate:
     """The calls of a round with `context` tokens in the cache; None: 512, or half of max_seq_len.
 
     Raises PlanError for a context that does not fit, or a dtype the device has no peak for.
@@ -118,10 +118,12 @@ def expected_round(
         rows: target_call(target, plan, device, rows, filled) for rows in _widths(plan, width)
     }
     growth = draft_growth(draft, plan, device, filled) if draft is not None else ()
-    return Round(filled, verify, width if draft is not None else 1, growth)
+    return RoundEstimate(filled, verify, width if draft is not None else 1, growth)
 
 
-def target_call(target: TargetFacts, plan: Plan, device: Device, rows: int, context: int) -> Call:
+def target_call(
+    target: TargetFacts, plan: Plan, device: DeviceSpec, rows: int, context: int
+) -> Call:
     """The target on `rows` rows of each of B sequences, logits for all of them."""
     tokens = plan.batch * rows
     keys = _keys(plan, plan.cache_capacity, context + rows)
@@ -138,7 +140,9 @@ def target_call(target: TargetFacts, plan: Plan, device: Device, rows: int, cont
     return _call(plan, device, target.attention, rows, keys, weights + logits, products)
 
 
-def draft_growth(draft: DraftFacts, plan: Plan, device: Device, context: int) -> tuple[Call, ...]:
+def draft_growth(
+    draft: DraftFacts, plan: Plan, device: DeviceSpec, context: int
+) -> tuple[Call, ...]:
     """The calls that grow a tree: the committed rows, then one frontier a level.
 
     The first runs depth + 1 rows, the most that a round commits, through fc too.
@@ -155,7 +159,7 @@ def draft_growth(draft: DraftFacts, plan: Plan, device: Device, context: int) ->
 def _draft_call(
     draft: DraftFacts,
     plan: Plan,
-    device: Device,
+    device: DeviceSpec,
     rows: int,
     logit_rows: int,
     context: int,
@@ -173,7 +177,7 @@ def _draft_call(
 
 def _call(
     plan: Plan,
-    device: Device,
+    device: DeviceSpec,
     attention: Attention,
     rows: int,
     keys: int,

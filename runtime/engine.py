@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.plans.plan import TreePlan, TreeRequest
+from eagle3.plans.tree_plan import TreePlan, TreeRequest
 from eagle3.runtime.acceptance.rules import AcceptanceRule, TokenLogprob
 from eagle3.runtime.acceptance.sampling import TokenHistory
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.base import Drafter
 from eagle3.runtime.drafters.registry import DRAFTERS, available, build
 from eagle3.runtime.errors import PlanError, PromptTooLong, RequestError
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.ort.target_engine import TargetEngine
 from eagle3.runtime.params import Acceptance, SamplingParams, checked_count, checked_threads
 from eagle3.runtime.request import (
@@ -28,21 +27,23 @@ from eagle3.runtime.request import (
     checked_logprobs,
     checked_stop,
 )
-from eagle3.runtime.request_lock import Turns
+from eagle3.runtime.request_lock import RequestLock
 from eagle3.runtime.rounds.decode import Decoding, Round
 from eagle3.runtime.rounds.endings import FinishReason, TokenSequence
 from eagle3.runtime.rounds.host_rounds import HostRounds
 from eagle3.runtime.rounds.pace import Pace, PlainCost
 from eagle3.runtime.rounds.protocol import RoundEngine
-from eagle3.runtime.stats import Stats, StatsRecorder
-from eagle3.runtime.text.chat_template import ChatTemplate, Prompt, encode_prompt, load_tokenizer
+from eagle3.runtime.stats import Clock, Stats, StatsRecorder
+from eagle3.runtime.text.chat_template import ChatTemplate
+from eagle3.runtime.text.prompt_encoding import Prompt, encode_prompt
 from eagle3.runtime.text.text_stream import TextStream
+from eagle3.runtime.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from eagle3.runtime.gpu.device import Device
 
 DEFAULT_MAX_NEW_TOKENS = 256
-BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("ort-cuda", "tensorrt", "tensorrt-rtx")}
+DEVICE_BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("ort-cuda", "tensorrt", "tensorrt-rtx")}
 """Device -> what may run the engines on it, the default first."""
 
 
@@ -93,7 +94,7 @@ class Engine:
         self._history = TokenHistory(manifest.target.vocab_size)
         self.tokenizer = load_tokenizer(bundle)
         self.chat_template = _chat_template(bundle)
-        self._turns = Turns()
+        self._turns = RequestLock()
         if device is None:
             self.drafter(self.default_drafter)
 
@@ -277,7 +278,7 @@ class Engine:
 
         return DeviceRounds(self.device, rule, drafts=drafter != "none")
 
-    def turn(self) -> Turns:
+    def turn(self) -> RequestLock:
         """A context in which this thread has the engines for itself; requests wait."""
         return self._turns
 
@@ -334,14 +335,14 @@ def load(
     planned or built for.
     Raises BundleError, EngineMissing, DeviceError, PlanError, RequestError.
     """
-    if device not in BACKENDS:
+    if device not in DEVICE_BACKENDS:
         raise RequestError(
-            f"device '{device}' is not supported, choose one of {', '.join(BACKENDS)}"
+            f"device '{device}' is not supported, choose one of {', '.join(DEVICE_BACKENDS)}"
         )
-    if backend is not None and backend not in BACKENDS[device]:
+    if backend is not None and backend not in DEVICE_BACKENDS[device]:
         raise RequestError(
             f"backend '{backend}' does not run on device {device}, choose one of"
-            f" {', '.join(BACKENDS[device])}"
+            f" {', '.join(DEVICE_BACKENDS[device])}"
         )
     bundle, threads = Bundle.open(path), checked_threads(threads)
     if device == "cpu":

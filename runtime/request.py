@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TypedDict
 
-from eagle3.plans.plan import TreePlan, TreeRequest
+from eagle3.plans.tree_plan import TreePlan, TreeRequest
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.params import Acceptance, SamplingParams
 

@@ -7,7 +7,7 @@ import threading
 from eagle3.runtime.errors import RequestError
 
 
-class Turns:
+class RequestLock:
     """A context that a request is run in: waits for other threads, refuses its own.
 
     A stream that is read by several threads belongs to the one that read it last.
@@ -17,7 +17,7 @@ class Turns:
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
 
-    def __enter__(self) -> Turns:
+    def __enter__(self) -> RequestLock:
         if self._owner is threading.current_thread():
             raise RequestError(
                 "a stream of this engine is still open in this thread; read it to its end or "

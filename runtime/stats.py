@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Of the first draft token, on ordinary text: below it the head is wired wrongly.
@@ -84,3 +84,11 @@ class StatsRecorder:
             fell_back=self.fell_back,
             drafter=self._drafter,
         )
+
+
+@dataclass
+class Clock:
+    """Time spent inside engines, by all sessions that share it."""
+
+    engine_ns: int = 0
+    calls: dict[str, int] = field(default_factory=dict)

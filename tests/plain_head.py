@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3.export.checks.self_check import relative_error
+from eagle3.export.checks.reference import relative_error
 from eagle3.runtime.ort.draft_engine import DraftEngine
 
 TOLERANCE = 1e-4

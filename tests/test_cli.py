@@ -20,8 +20,8 @@ from command_line import call, failed
 
 import eagle3
 from eagle3 import cli
-from eagle3.plans.plan import TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime import engine as engine_module
 from eagle3.runtime.acceptance import rules
 from eagle3.runtime.acceptance.accept import Accepted
@@ -32,10 +32,10 @@ from eagle3.runtime.checks import verify as checks
 from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import EngineError, EngineMissing, RequestError
-from eagle3.runtime.ort import session
+from eagle3.runtime.ort import ort_library
 from eagle3.runtime.stats import Stats
 from eagle3.runtime.terminal import console
-from eagle3.runtime.terminal.conversation import Conversation, converse
+from eagle3.runtime.terminal.conversation import ChatSession, converse
 from eagle3.runtime.trees.tree import Tree
 
 
@@ -415,7 +415,7 @@ def test_chat_refuses_a_bad_option_before_any_question(loaded: eagle3.Engine) ->
 
 def test_chat_drops_the_oldest_turns_and_says_so(engine: eagle3.Engine) -> None:
     notes: list[str] = []
-    talk = Conversation(engine, notes.append, system="t2", max_new_tokens=20)
+    talk = ChatSession(engine, notes.append, system="t2", max_new_tokens=20)
     for _ in range(6):
         talk.say(" ".join(["t5"] * 20), lambda _: None)
     assert any("oldest 1 turn(s) were dropped" in note for note in notes)
@@ -441,7 +441,7 @@ def test_chat_goes_on_after_a_line_that_is_no_utf8(loaded: eagle3.Engine) -> Non
 
 def test_chat_goes_on_after_a_question_that_cannot_be_encoded(engine: eagle3.Engine) -> None:
     notes: list[str] = []
-    talk = Conversation(engine, notes.append, max_new_tokens=2)
+    talk = ChatSession(engine, notes.append, max_new_tokens=2)
     converse(talk, iter(["t3 \udcff", "t3"]), lambda _: None, notes.append)
     assert notes[0].startswith("error: the prompt cannot be encoded")
     assert [message["content"] for message in talk.messages][0] == "t3"
@@ -467,7 +467,7 @@ def test_ctrl_c_in_chat_keeps_the_part_of_the_answer(
 ) -> None:
     interrupt_after_first_chunk(engine, monkeypatch)
     shown: list[str] = []
-    talk = Conversation(engine, lambda _: None, max_new_tokens=60)
+    talk = ChatSession(engine, lambda _: None, max_new_tokens=60)
     talk.say("t3 t5", shown.append)
     assert talk.messages[-1] == {"role": "assistant", "content": "".join(shown).strip("\n")}
     assert talk.messages[-1]["content"]
@@ -487,7 +487,7 @@ def test_ctrl_c_at_the_prompt_ends_chat(
 def test_chat_needs_a_template(engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "chat_template", None)
     with pytest.raises(RequestError, match="--raw"):
-        Conversation(engine, lambda _: None)
+        ChatSession(engine, lambda _: None)
 
 
 # verify, inspect, doctor
@@ -549,7 +549,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise EngineMissing("no engine package is installed: pip install 'eagle3[cpu]'")
 
-    monkeypatch.setattr(session, "import_onnxruntime", missing)
+    monkeypatch.setattr(ort_library, "import_onnxruntime", missing)
     monkeypatch.setattr(doctor, "installed", lambda name: None)
     result = call("doctor")
     assert result.exit_code == 1

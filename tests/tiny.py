@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from eagle3.export.drafts.draft_source import DraftSource
 from eagle3.export.exporter import ExportRequest, export_bundle
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle, describe_files, write_manifest
-from eagle3.runtime.text.text_stream import _BYTE_ALPHABET
+from eagle3.runtime.text.detokenizer import _BYTE_ALPHABET
 
 HIDDEN = 32
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from eagle3.export.checks.self_check import Reference, num_threads
+from eagle3.export.checks.reference import Reference, num_threads
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import SelfCheckFailed
 from eagle3.runtime.ort.draft_engine import DraftEngine
 from eagle3.runtime.ort.growth_engine import GrowthEngine
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 _ROWS = 7
 _NUM_TOKENS = 64

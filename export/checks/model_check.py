@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eagle3.export.checks.self_check import judge, num_threads, relative_error, with_int8_weights
+from eagle3.export.checks.reference import judge, num_threads, relative_error, with_int8_weights
 from eagle3.export.targets.target import Target
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.ort.model_engine import ModelEngine
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 _TEXT_ROWS = 48
 _STEPS = 3

@@ -34,7 +34,7 @@ _MIN_DEVIATIONS = 2.5
 
 
 @dataclass(frozen=True)
-class Text:
+class AnsweredText:
     """Token ids [T] of a prompt and the target's greedy answer, which starts at `start`."""
 
     tokens: NDArray[np.int64]
@@ -55,7 +55,9 @@ class Reading:
     clearly_better: bool = False
 
 
-def compare_readings(head: Head, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
+def compare_readings(
+    head: Head, target: Target, texts: Sequence[AnsweredText]
+) -> tuple[Reading, ...]:
     """The resolved reading first, then its neighbours in the order of `neighbours`.
 
     Texts without an answer are passed over; none left: no readings.
@@ -103,7 +105,7 @@ def neighbours(head: Head) -> Iterator[tuple[str, Head]]:
 class _Passage:
     """A text with all of the target's hidden states: layer -> [T,d]."""
 
-    def __init__(self, target: Target, text: Text) -> None:
+    def __init__(self, target: Target, text: AnsweredText) -> None:
         self.text = text
         self.tokens = torch.from_numpy(text.tokens)[None]
         self._embedding = target.model.get_input_embeddings().weight

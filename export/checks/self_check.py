@@ -6,28 +6,28 @@ Errors are relative: the largest difference over the largest reference value.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eagle3.export.checks.check_texts import PROMPTS, TEXT
-from eagle3.export.checks.readings import Reading, Text, causal_attention
-from eagle3.export.draft_graphs.head_modules import Eagle1Head, EagleHead
-from eagle3.export.graphs.weights import block_int8, int8_block
+from eagle3.export.checks.readings import AnsweredText, Reading
+from eagle3.export.checks.reference import (
+    Reference,
+    judge,
+    max_difference,
+    num_threads,
+    relative_error,
+    relative_to,
+)
 from eagle3.export.targets.target import Target
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.engine import Engine
-from eagle3.runtime.errors import SelfCheckFailed
-from eagle3.runtime.ort.draft_engine import DraftEngine
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.ort.target_engine import TargetEngine
-from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
+from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE, Clock
 from eagle3.runtime.trees.tree import Tree
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2}
@@ -37,13 +37,8 @@ INT8_TOLERANCE = 1e-1
 _NUM_TOKENS = 384
 _FEW_TOKENS = 64
 _ANSWER_TOKENS = 48
-_DRAFT_STEPS = 3
 # A tree whose branches part at the root and again deep down: node 0 is the root.
 _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
-
-Array = NDArray[Any]
-_AnyHead = EagleHead | Eagle1Head
-_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class Checked(Protocol):
@@ -55,7 +50,7 @@ class Checked(Protocol):
         """Its engines' errors. Raises SelfCheckFailed."""
         ...
 
-    def readings(self, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
+    def readings(self, target: Target, texts: Sequence[AnsweredText]) -> tuple[Reading, ...]:
         """How it does as it was read, and as it might have been."""
         ...
 
@@ -152,42 +147,6 @@ def _tokens(target: Target, limit: int) -> NDArray[np.int64]:
     return np.asarray(repeated, np.int64)
 
 
-class Reference:
-    """The PyTorch model's own numbers for a text: logits [T,V], features [T,F]."""
-
-    def __init__(self, target: Target, tokens: NDArray[np.int64], layers: tuple[int, ...]) -> None:
-        self.target, self.tokens, self._layers = target, tokens, layers
-        self.logits, self.features = self.run(tokens)
-
-    def run(self, tokens: NDArray[np.int64]) -> tuple[Array, Array | None]:
-        """A separate call without any cache."""
-        with torch.no_grad():
-            out = self.target.model(
-                input_ids=torch.from_numpy(tokens)[None],
-                use_cache=False,
-                output_hidden_states=bool(self._layers),
-            )
-        logits = out.logits[0].float().numpy()
-        if not self._layers:
-            return logits, None
-        fused = torch.cat([out.hidden_states[i] for i in self._layers], -1)
-        return logits, fused[0].float().numpy()
-
-
-def relative_error(found: Array, reference: Array) -> float:
-    """max |found - reference| / max |reference|; NaN counts as infinite."""
-    return _relative(_difference(found, reference), reference)
-
-
-def _difference(found: Array, reference: Array) -> float:
-    return float(np.abs(found.astype(np.float32) - reference.astype(np.float32)).max())
-
-
-def _relative(difference: float, reference: Array) -> float:
-    error = difference / max(float(np.abs(reference).max()), 1e-9)
-    return error if np.isfinite(error) else float("inf")
-
-
 def _check_target(bundle: Bundle, reference: Reference, tolerance: float) -> dict[str, Any]:
     engine = TargetEngine(bundle, num_threads(), Clock())
     errors = {
@@ -197,10 +156,6 @@ def _check_target(bundle: Bundle, reference: Reference, tolerance: float) -> dic
     }
     judge("target", errors, tolerance)
     return {"tokens": len(reference.tokens), "tolerance": tolerance, "relative_errors": errors}
-
-
-def num_threads() -> int:
-    return max(1, torch.get_num_threads())
 
 
 def _teacher_forced(engine: TargetEngine, reference: Reference) -> dict[str, float]:
@@ -217,8 +172,8 @@ def _teacher_forced(engine: TargetEngine, reference: Reference) -> dict[str, flo
         for name, whole in expected.items():
             rows = whole[past : past + len(part)]
             # np.maximum keeps a NaN.
-            worst[name] = float(np.maximum(worst[name], _difference(getattr(out, name), rows)))
-    return {name: _relative(worst[name], whole) for name, whole in expected.items()}
+            worst[name] = float(np.maximum(worst[name], max_difference(getattr(out, name), rows)))
+    return {name: relative_to(worst[name], whole) for name, whole in expected.items()}
 
 
 def _prefill_error(engine: TargetEngine, reference: Reference) -> float:
@@ -249,89 +204,7 @@ def _tree_error(engine: TargetEngine, reference: Reference) -> float:
     return max(errors)
 
 
-def check_head(
-    bundle: Bundle,
-    name: str,
-    module: _AnyHead,
-    table: Tensor,
-    reference: Reference,
-    tolerance: float,
-) -> dict[str, Any]:
-    """Per-step logits: rows with the target's features, then what the head feeds back, K = 2."""
-    engine = DraftEngine(bundle, num_threads(), Clock(), name)
-    if bundle.manifest.drafts[name].weights == "int8":
-        module = with_int8_weights(module)
-    assert reference.features is not None
-    count = min(48, len(reference.tokens) - 1, engine.max_rows)
-    features = reference.features[:count, engine.columns]
-    engine.feature_slots(count)[:] = features
-    next_ids = reference.tokens[1 : count + 1]
-    out = engine.extend(next_ids, top_k=2, want_logits=True)
-    path = _DraftPath(module, reference, features, table)
-    errors = {}
-    hidden, ids = out.hidden[-1:].copy(), out.top_ids[0].copy()
-    assert out.logits is not None
-    errors["step_0"] = relative_error(out.logits[0], path.logits(()))
-    # Two branches side by side: each row sees itself and its own ancestors.
-    branches: list[tuple[int, ...]] = [(int(i),) for i in ids]
-    hidden, mask = np.repeat(hidden, len(ids), 0), np.eye(len(ids), dtype=np.bool_)
-    for depth in range(1, _DRAFT_STEPS + 1):
-        tokens = np.array([branch[-1] for branch in branches], np.int64)
-        out = engine.step(tokens, hidden, depth, mask, top_k=1, want_logits=True)
-        assert out.logits is not None
-        errors[f"step_{depth}"] = max(
-            relative_error(found, path.logits(branch))
-            for found, branch in zip(out.logits, branches, strict=True)
-        )
-        branches = [(*b, int(t[0])) for b, t in zip(branches, out.top_ids, strict=True)]
-        hidden, mask = out.hidden.copy(), np.concatenate([mask, np.eye(len(ids), dtype=bool)], 1)
-    judge(name, errors, tolerance)
-    return {"tolerance": tolerance, "relative_errors": errors}
-
-
-class _DraftPath:
-    """The head in plain PyTorch, without cache or tree: one path at a time, from the start.
-
-    table [V,d]: the embedding that it reads.
-    """
-
-    def __init__(
-        self, module: _AnyHead, reference: Reference, features: Array, table: Tensor
-    ) -> None:
-        self._module, self._table = module, table
-        self._features = torch.from_numpy(features)[None].to(module.fc.weight)
-        self._tokens = reference.tokens[1 : len(features) + 1].tolist()
-
-    def logits(self, path: tuple[int, ...]) -> Array:
-        """Logits [Vd] of the row with the last token of `path` (() = the last prefix row)."""
-        with torch.no_grad():
-            g = self._module.fuse(self._features)
-            for length in range(len(path) + 1):
-                out = self._forward(g, [*self._tokens, *path[:length]])
-                g = torch.cat([g, self._module.feed_back(out[:, -1:])], 1)
-            return self._module.logits(out[:, -1:])[0, 0].numpy()
-
-    def _forward(self, g: Tensor, tokens: list[int]) -> Tensor:
-        positions = torch.arange(len(tokens))[None]
-        embedding = torch.nn.functional.embedding(torch.tensor([tokens]), self._table)
-        out: Tensor = self._module(embedding, g, positions, causal_attention)
-        return out
-
-
-def with_int8_weights(module: _Module) -> _Module:
-    """A copy whose matrices hold the values that the int8 engine reads."""
-    module = copy.deepcopy(module)
-    for linear in (m for m in module.modules() if isinstance(m, torch.nn.Linear)):
-        weight = linear.weight.numpy().T
-        block = int8_block(weight.shape[0])
-        if block is not None:
-            stored, scales = block_int8(np.ascontiguousarray(weight), block)
-            values = stored.astype(np.float32) * np.repeat(scales, block, axis=0)
-            linear.weight.copy_(torch.from_numpy(values.T.copy()))
-    return module
-
-
-def first_position_acceptance(bundle: Bundle, name: str) -> tuple[float, list[Text]]:
+def first_position_acceptance(bundle: Bundle, name: str) -> tuple[float, list[AnsweredText]]:
     """Share of the first tokens of draft `name` that the target accepts, greedy, on PROMPTS.
 
     With the texts that it was measured on.
@@ -351,22 +224,12 @@ def first_position_acceptance(bundle: Bundle, name: str) -> tuple[float, list[Te
             tree="dynamic",
             drafter=name,
         )
-        texts.append(Text(np.array([*ids, *result.token_ids], np.int64), len(ids)))
+        texts.append(AnsweredText(np.array([*ids, *result.token_ids], np.int64), len(ids)))
         stats = result.stats
         rounds = stats.rounds - stats.plain_rounds
         proposed += rounds
         accepted += rounds * (stats.accepted_by_position[0] if stats.accepted_by_position else 0.0)
     return accepted / proposed if proposed else 0.0, texts
-
-
-def judge(name: str, errors: dict[str, float], tolerance: float) -> None:
-    bad = {key: value for key, value in errors.items() if not value <= tolerance}
-    if bad:
-        listed = ", ".join(f"{key} {value:.2e}" for key, value in bad.items())
-        raise SelfCheckFailed(
-            f"the exported {name} disagrees with PyTorch: relative error {listed}, tolerance "
-            f"{tolerance:.0e}; nothing was written. Please report the target and the versions"
-        )
 
 
 def _summary(name: str, result: dict[str, Any]) -> str:

@@ -11,8 +11,9 @@ import click
 
 from eagle3.plans.backends import PADDED_BACKENDS, TENSORRT_BACKENDS
 from eagle3.plans.commands.build_command import build_exported, why_not_here
-from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan, TreePlan
+from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.terminal.options import given_fields, import_stage, layer_numbers, note, parsed
 
@@ -123,7 +124,7 @@ def _obstacle(plan: Plan) -> str | None:
 
 def _build(bundle: Bundle, obstacle: str | None) -> None:
     """The plan files of a bundle for TensorRT, or how they are had where they can be built."""
-    from eagle3.runtime.bundle.describe import plan_file_lines
+    from eagle3.plans.tensorrt.plan_file_text import plan_file_lines
 
     if bundle.manifest.plan.backend not in TENSORRT_BACKENDS:
         return

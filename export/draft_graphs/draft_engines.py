@@ -23,7 +23,7 @@ from eagle3.export.graphs.tracer import lower, trace, trace_unlowered
 from eagle3.export.heads.head_config import Head
 from eagle3.export.targets.target import Target, caches, lm_head_weight
 from eagle3.export.targets.target_graph import KvShape
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import UnsupportedModel
 
 

@@ -42,7 +42,7 @@ from eagle3.export.draft_graphs.tree_growth import (
 )
 from eagle3.export.graphs.attention import PLACEHOLDER, Lowering
 from eagle3.export.graphs.graph_builder import GraphBuilder, Resolve
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 
 _OPSET = 24  # the first with TensorScatter, which writes the rows of several sequences at once
 

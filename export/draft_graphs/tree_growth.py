@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from eagle3.export.graphs.graph_builder import GraphBuilder
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 
 _ABSENT = float("-inf")  # below every value there is: a candidate's value is finite
 _LARGEST = float(np.finfo(np.float32).max)
@@ -71,7 +71,7 @@ def _placed(add: GraphBuilder, what: ir.Value, rank: ir.Value, count: int) -> ir
 
 
 @dataclass(frozen=True)
-class Frontier:
+class GraphFrontier:
     """The nodes that the draft runs next, best first; absent ones come last.
 
     tokens [B,F] int64 (target vocabulary, 0 where absent); parent_slots [B,F] int64, the slot of
@@ -132,7 +132,7 @@ class TreeGrowth:
             kept.append(op("Reshape", new, [0, self._width * top_k]))
         self._size += self._width * top_k
 
-    def next_frontier(self) -> Frontier:
+    def next_frontier(self) -> GraphFrontier:
         """The K of highest value of the candidates added last."""
         op, top_k = self._op, self._tree.draft_top_k
         tokens, values, size = self._tokens[-1], self._values[-1], self._width * top_k
@@ -141,7 +141,7 @@ class TreeGrowth:
         present = op("Greater", chosen, _ABSENT)
         self._above, self._above_index = chosen, op("Add", best, self._size - size)
         self._width = top_k
-        return Frontier(
+        return GraphFrontier(
             tokens=op("Where", present, op("GatherElements", tokens, best, axis=1), 0),
             parent_slots=op("Div", best, top_k),
             present=present,

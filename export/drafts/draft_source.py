@@ -12,41 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import onnx_ir as ir
 import torch
 from safetensors import safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from eagle3.export.checks.growth_check import grown_tree_agreement
-from eagle3.export.checks.readings import Reading, Text, compare_readings
-from eagle3.export.checks.self_check import Checked, check_head
-from eagle3.export.draft_graphs.draft_engines import head_module, trace_draft_engines
+from eagle3.export.checks.self_check import Checked
+from eagle3.export.draft_graphs.draft_engines import head_module
 from eagle3.export.draft_graphs.head_modules import (
-    Eagle1Head,
-    EagleHead,
     embedding_table,
 )
+from eagle3.export.drafts.head_draft import HeadDraft
 from eagle3.export.drafts.model_draft import load_model_draft
-from eagle3.export.graphs.attention import LOWERINGS
-from eagle3.export.graphs.weights import StoredGraph, embedding_name, lm_head_name
+from eagle3.export.graphs.weights import StoredGraph
 from eagle3.export.heads.assume import parse_assumptions
 from eagle3.export.heads.checkpoint_files import head_folder, read_config
-from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.export.targets.target import Target
 from eagle3.plans.plan import Plan
-from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import (
     NO_DRAFT_NAMES,
-    Convention,
-    engine_name,
     is_draft_name,
-    target_ids_name,
 )
 from eagle3.runtime.errors import CheckpointError, ExportError
-from eagle3.runtime.ort.growth_engine import ENGINE as GROWTH
-from eagle3.runtime.ort.growth_engine import grown_tree
 
 _NAMED = re.compile(r"([^=/\\]+)=(.+)")
 
@@ -99,73 +88,6 @@ class Draft(Checked, Protocol):
         """The fields of the manifest's DraftInfo that it knows."""
 
 
-@dataclass(frozen=True)
-class HeadDraft:
-    """An EAGLE head: what was read, the module that computes it, the embedding [V,d] it reads."""
-
-    head: Head
-    module: EagleHead | Eagle1Head
-    table: torch.Tensor
-
-    @property
-    def method(self) -> str:
-        return self.head.config.drafter
-
-    @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        return tuple(self.head.config.aux_layer_ids)
-
-    def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
-        return trace_draft_engines(
-            self.head,
-            self.module,
-            self.table,
-            LOWERINGS[plan.lowering],
-            plan.draft_capacity,
-            grown_tree(plan.tree, self.head.config.draft_vocab_size),
-            may_tie=plan.draft_weights != "int8",
-        )
-
-    def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
-        """The embedding, and the lm_head of an EAGLE-1/2 head."""
-        pairs = {}
-        if self.head.own_embedding is None:
-            pairs[embedding_name(graph)] = embedding_name(stored.graph)
-        own, theirs = lm_head_name(graph), lm_head_name(stored.graph)
-        if self.head.config.method == "eagle1" and own is not None and theirs is not None:
-            pairs[own] = theirs
-        # A tiny weight stays in the .onnx.
-        return {own: stored.weights[name] for own, name in pairs.items() if name in stored.weights}
-
-    def write_files(self, folder: Path, name: str) -> None:
-        np.save(folder / target_ids_name(name), self.head.target_ids)
-
-    def facts(self) -> dict[str, Any]:
-        config = self.head.config
-        return {
-            "dialect": config.dialect,
-            "hidden_size": config.hidden_size,
-            "num_layers": 1,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "draft_vocab_size": config.draft_vocab_size,
-            "conventions": {
-                name: Convention(each.value, each.source)
-                for name, each in config.conventions.items()
-            },
-        }
-
-    def check(self, bundle: Bundle, name: str, reference: Any, tolerance: float) -> dict[str, Any]:
-        result = check_head(bundle, name, self.module, self.table, reference, tolerance)
-        if engine_name(name, GROWTH) in bundle.manifest.engines:
-            result["grown_tree_agreement"] = grown_tree_agreement(bundle, name, reference)
-        return result
-
-    def readings(self, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
-        """As it was read, and as it might have been read."""
-        return compare_readings(self.head, target, texts)
-
-
 def load_draft(
     source: str,
     target: Target,
@@ -184,7 +106,7 @@ def load_draft(
     if is_causal_lm(source):
         return load_model_draft(source, target, plan, trust_remote_code=trust_remote_code)
     embedding = target.model.get_input_embeddings().weight.detach()
-    facts = TargetFacts(
+    facts = TargetSizes(
         hidden_size=target.config.hidden_size,
         vocab_size=target.vocab_size,
         num_layers=target.kv.num_layers,

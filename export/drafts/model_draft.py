@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.export.checks.model_check import check_model
-from eagle3.export.checks.readings import Reading, Text
+from eagle3.export.checks.readings import AnsweredText, Reading
 from eagle3.export.draft_graphs.head_modules import top_k_of
-from eagle3.export.graphs.attention import LOWERINGS, Lowering
+from eagle3.export.graphs.attention import Lowering
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import trace
 from eagle3.export.graphs.weights import StoredGraph, embedding_name
 from eagle3.export.targets.target import Target, caches, load_target, target_inputs
@@ -119,7 +120,7 @@ class ModelDraft:
         """The engine against PyTorch."""
         return check_model(bundle, name, self.lm, reference.tokens, tolerance)
 
-    def readings(self, target: Target, texts: Sequence[Text]) -> tuple[Reading, ...]:
+    def readings(self, target: Target, texts: Sequence[AnsweredText]) -> tuple[Reading, ...]:
         """There is one way to read it."""
         return ()
 

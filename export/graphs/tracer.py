@@ -21,9 +21,10 @@ from onnxscript.optimizer import optimize_ir
 from onnxscript.rewriter import onnx_fusions
 from torch import Tensor, nn
 
-from eagle3.export.graphs.attention import Lowering, lower_attention
+from eagle3.export.graphs.attention import Lowering
 from eagle3.export.graphs.experts import lower_experts
 from eagle3.export.graphs.fusion import fuse_for_ort, fuse_standard
+from eagle3.export.graphs.lowerings import lower_attention
 from eagle3.export.graphs.shapes import fix_shapes
 from eagle3.export.graphs.weights import swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel

@@ -97,7 +97,7 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class TargetSizes:
     """What of the target a head must fit.
 
     embedding [V,D]: to say whether a head's own copy is the same; None leaves that open.
@@ -121,7 +121,7 @@ class Head:
     weights: Mapping[str, Tensor]
     target_ids: np.ndarray
     checkpoint: Checkpoint
-    target: TargetFacts
+    target: TargetSizes
     aux_layer_ids: tuple[int, ...] | None = None
     assume: Mapping[str, str] = field(default_factory=dict)
 

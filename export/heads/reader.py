@@ -11,11 +11,11 @@ from torch import Tensor
 
 from eagle3.export.heads.assume import Assumptions
 from eagle3.export.heads.checkpoint_files import Checkpoint, open_checkpoint
-from eagle3.export.heads.head_config import AUX_LAYERS, Head, TargetFacts
+from eagle3.export.heads.head_config import AUX_LAYERS, Head, TargetSizes
 from eagle3.export.heads.layers import aux_layers
 from eagle3.export.heads.recognise import recognise
-from eagle3.export.heads.resolve import check_fit, head_config
-from eagle3.export.heads.tensors import check_numbers, check_tensors
+from eagle3.export.heads.resolve import check_head_fits, head_config
+from eagle3.export.heads.tensors import check_head_tensors, check_numbers
 from eagle3.export.heads.ties import embedding_is_own, with_lm_head
 from eagle3.export.heads.values import FLAG, Values
 from eagle3.export.heads.vocabulary import target_ids
@@ -24,7 +24,7 @@ from eagle3.runtime.errors import CheckpointError
 
 def read_head(
     source: str | Path,
-    target: TargetFacts,
+    target: TargetSizes,
     aux_layer_ids: Sequence[int] | None = None,
     assume: Mapping[str, str] | None = None,
 ) -> Head:
@@ -61,7 +61,7 @@ def reread(
 
 def _read(
     checkpoint: Checkpoint,
-    target: TargetFacts,
+    target: TargetSizes,
     aux_layer_ids: Sequence[int] | None,
     given: Mapping[str, str],
 ) -> Head:
@@ -76,8 +76,8 @@ def _read(
     config = head_config(dialect, raw, values, target, checkpoint.weights, tuple(layers.value))
     weights = with_lm_head(config, values, checkpoint.weights)
     config = replace(config, own_embedding=embedding_is_own(config, values, weights, target))
-    check_fit(config, target, weights, layers.source)
-    check_tensors(config, weights)
+    check_head_fits(config, target, weights, layers.source)
+    check_head_tensors(config, weights)
     ids = target_ids(config, values, weights)
     if assume.ignored():
         values.note("ignored config keys", sorted(assume.ignored()), FLAG)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from eagle3.export.heads.dialects import fields
 from eagle3.export.heads.dialects.dialect import Dialect
-from eagle3.export.heads.head_config import HeadConfig, TargetFacts
+from eagle3.export.heads.head_config import HeadConfig, TargetSizes
 from eagle3.export.heads.head_rope import rope
 from eagle3.export.heads.tensors import layer_name
 from eagle3.export.heads.values import CONFIG, DEFAULT, FLAG, TENSORS, Values
@@ -23,7 +23,7 @@ def head_config(
     dialect: Dialect,
     raw: Mapping[str, Any],
     values: Values,
-    target: TargetFacts,
+    target: TargetSizes,
     weights: Mapping[str, Tensor],
     layers: tuple[int, ...],
 ) -> HeadConfig:
@@ -126,8 +126,8 @@ def _eagle3(
     }
 
 
-def check_fit(
-    config: HeadConfig, target: TargetFacts, weights: Mapping[str, Tensor], source: str
+def check_head_fits(
+    config: HeadConfig, target: TargetSizes, weights: Mapping[str, Tensor], source: str
 ) -> None:
     """The numbers must be the target's, and agree with each other and with fc.
 

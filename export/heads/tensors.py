@@ -82,7 +82,7 @@ def _eagle3_tensors(config: HeadConfig, layer: str) -> dict[str, tuple[int, ...]
     return shapes
 
 
-def check_tensors(config: HeadConfig, weights: Mapping[str, Tensor]) -> None:
+def check_head_tensors(config: HeadConfig, weights: Mapping[str, Tensor]) -> None:
     """Refuses tensors that are missing, unexpected, misshapen, of a wrong dtype or no numbers.
 
     Raises CheckpointError naming the tensors, with both shapes where they differ.

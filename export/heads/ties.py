@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eagle3.export.heads.dialects.fields import boolean
-from eagle3.export.heads.head_config import OWN_EMBEDDING, HeadConfig, TargetFacts
+from eagle3.export.heads.head_config import OWN_EMBEDDING, HeadConfig, TargetSizes
 from eagle3.export.heads.values import CONFIG, DEFAULT, FLAG, TENSORS, Values
 from eagle3.runtime.errors import CheckpointError
 
@@ -16,7 +16,7 @@ LM_HEAD = "lm_head.weight"
 
 
 def embedding_is_own(
-    config: HeadConfig, values: Values, weights: Mapping[str, Tensor], target: TargetFacts
+    config: HeadConfig, values: Values, weights: Mapping[str, Tensor], target: TargetSizes
 ) -> bool:
     """Whether tokens are looked up in the head's own table [V,d], not in the target's [V,D].
 
@@ -50,7 +50,7 @@ def embedding_is_own(
 _EQUAL = "equals the target's"
 
 
-def _compared(own: Tensor, target: TargetFacts) -> str:
+def _compared(own: Tensor, target: TargetSizes) -> str:
     """What is to be said of the head's table beside the target's, in half a sentence."""
     theirs = target.embedding
     if theirs is None or theirs.shape != own.shape or not own.is_floating_point():

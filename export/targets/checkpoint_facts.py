@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eagle3.export.heads.checkpoint_files import head_folder, read_config
-from eagle3.export.targets.target import _locate, _refuse_config, _why_not_loaded
+from eagle3.export.targets.target import locate, refuse_config, why_not_loaded
 from eagle3.plans.facts import Attention, DraftFacts, Experts, TargetFacts
 from eagle3.runtime.errors import CheckpointError, ExportError, UnsupportedModel
 
@@ -34,16 +34,16 @@ def target_facts(source: str, *, trust_remote_code: bool = False) -> TargetFacts
     Raises ExportError when it cannot be read; UnsupportedModel, naming the architecture, when its
     cache or its experts follow a rule that is not known here.
     """
-    where = _locate(source)
+    where = locate(source)
     try:
         config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
-        _refuse_config(config)
+        refuse_config(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except ExportError:
         raise
     except Exception as error:  # whatever transformers or the checkpoint's code raise
-        raise ExportError(_why_not_loaded(source, error)) from error
+        raise ExportError(why_not_loaded(source, error)) from error
     return facts_of_model(model, Path(source).name or source)
 
 

@@ -18,7 +18,7 @@ from eagle3.export.graphs.tracer import trace
 from eagle3.export.targets.target_graph import KvShape, TargetGraph, kv_shape
 from eagle3.runtime.errors import ExportError, UnsupportedModel
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LM_HEAD_TOLERANCE = 1e-2  # relative; in bfloat16 the model may round once more
 
 _FAULTS = ("missing", "unexpected", "mismatched")  # what `from_pretrained` counts
@@ -58,17 +58,17 @@ def load_target(
     loaded or knows fewer, and UnsupportedModel, naming the architecture, when it can be loaded but
     not expressed; what the configuration tells is said before the weights are read.
     """
-    where = _locate(source)
+    where = locate(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
         config = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
-        _refuse_config(config)
+        refuse_config(config)
         refuse_outgrown_rope(_architecture(config), config.get_text_config(), max_seq_len)
         _refuse_length(config, max_seq_len)
         model, loading = AutoModelForCausalLM.from_pretrained(
             **where,
             config=config,  # a GGUF file's is not read again
-            dtype=DTYPES[dtype],
+            dtype=TORCH_DTYPES[dtype],
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
@@ -76,13 +76,13 @@ def load_target(
     except ExportError:
         raise
     except Exception as error:  # whatever transformers, safetensors or the checkpoint's code raise
-        raise ExportError(_why_not_loaded(source, error)) from error
+        raise ExportError(why_not_loaded(source, error)) from error
     _refuse_partial(source, loading)
     model = model.eval().requires_grad_(False)
     return Target(model, tokenizer, source, kv_shape(model))
 
 
-def _locate(source: str) -> dict[str, Any]:
+def locate(source: str) -> dict[str, Any]:
     path = Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -97,7 +97,7 @@ def _locate(source: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": source}
 
 
-def _why_not_loaded(source: str, error: Exception) -> str:
+def why_not_loaded(source: str, error: Exception) -> str:
     reason = str(error).strip().splitlines()
     text = f"target {source} cannot be loaded: {reason[0] if reason else type(error).__name__}"
     if "trust_remote_code" in str(error):
@@ -117,7 +117,7 @@ def _refuse_partial(source: str, loading: dict[str, Any]) -> None:
         )
 
 
-def _refuse_config(config: Any) -> None:
+def refuse_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         name = _architecture(config)
         raise UnsupportedModel(f"{name}: encoder-decoder models are not supported, only decoders")

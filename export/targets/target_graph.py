@@ -18,8 +18,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 
-from eagle3.export.graphs.attention import LOWERINGS, CachedCall, KeyWindow, Lowering, key_window
+from eagle3.export.graphs.attention import CachedCall, KeyWindow, Lowering, key_window
 from eagle3.export.graphs.experts import dense_experts, grouped_experts
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.static_rope import static_rope
 from eagle3.runtime.errors import UnsupportedModel
 

@@ -57,7 +57,7 @@ def build(bundle: str, force: bool, as_json: bool, **flags: Any) -> None:
     Needs a bundle of --lowering portable, and of --dtype float16 or bfloat16 for fused attention.
     """
     from eagle3.plans.tensorrt.build_request import BuildRequest
-    from eagle3.runtime.bundle.describe import plan_file_json, plan_file_lines
+    from eagle3.plans.tensorrt.plan_file_text import plan_file_json, plan_file_lines
 
     given = {k: v for k, v in given_fields(BuildRequest, flags).items() if v is not None}
     request = replace(_preset_request(bundle, flags["preset"]), **given)

@@ -76,7 +76,7 @@ class _Phase:
 
 
 @dataclass
-class Progress:
+class BuildProgress:
     """How far a build is; the line is written only where `stream` is a terminal."""
 
     title: str
@@ -116,7 +116,7 @@ class Progress:
             self.stream.flush()
 
 
-def progress_monitor(tensorrt: Any, progress: Progress) -> Any:
+def progress_monitor(tensorrt: Any, progress: BuildProgress) -> Any:
     """TensorRT's IProgressMonitor that tells `progress`, and ends a build that was interrupted."""
 
     class Monitor(tensorrt.IProgressMonitor):  # type: ignore[misc]
@@ -137,7 +137,7 @@ def progress_monitor(tensorrt: Any, progress: Progress) -> Any:
 
 
 @contextmanager
-def stoppable(progress: Progress) -> Iterator[None]:
+def stoppable(progress: BuildProgress) -> Iterator[None]:
     """Ctrl-C inside this context is noted, and raised when the context ends.
 
     An exception may not leave a callback of C++. Outside the main thread nothing is changed: there

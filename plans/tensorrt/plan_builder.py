@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.plans.lint.tensorrt_lint import GraphFacts, lint_file
-from eagle3.plans.tensorrt.build_log import Log, Progress, captured, progress_monitor, stoppable
+from eagle3.plans.tensorrt.build_log import (
+    BuildProgress,
+    Log,
+    captured,
+    progress_monitor,
+    stoppable,
+)
 from eagle3.plans.tensorrt.build_request import BuildRequest, Profile, profiles, resolved
 from eagle3.plans.tensorrt.library import (
     Library,
@@ -256,7 +262,7 @@ def _compile_once(job: _Job, polygraphy: Any, log: Log, *, decomposed: bool) -> 
     check_network(parsed[1], job.library, job.facts, str(job.graph))
     if decomposed:
         trt.SetDecomposableAttentions(parsed)()
-    progress = Progress(job.engine)
+    progress = BuildProgress(job.engine)
     with stoppable(progress):
         try:
             return _engine_bytes(job, polygraphy, parsed, progress)
@@ -266,7 +272,7 @@ def _compile_once(job: _Job, polygraphy: Any, log: Log, *, decomposed: bool) -> 
             progress.clear()
 
 
-def _engine_bytes(job: _Job, polygraphy: Any, parsed: Parsed, progress: Progress) -> Any:
+def _engine_bytes(job: _Job, polygraphy: Any, parsed: Parsed, progress: BuildProgress) -> Any:
     trt, module = polygraphy.backend.trt, job.library.module
     options = _options(job, progress_monitor(module, progress))
     options["profiles"] = [_profile(trt, each) for each in job.profiles]

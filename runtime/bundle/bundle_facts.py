@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
-from eagle3.plans.memory import ITEM_BYTES, matrix_bytes
-from eagle3.plans.plan import Plan
+from eagle3.plans.memory import matrix_bytes
+from eagle3.plans.plan import ITEM_BYTES, Plan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import DRAFT_ENGINES, HEAD_METHODS, TargetInfo, engine_name
 from eagle3.runtime.errors import PlanError

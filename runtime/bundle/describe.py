@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eagle3.plans.plan import TreePlan
-from eagle3.plans.tensorrt.build_request import Profile
-from eagle3.plans.tensorrt.plan_files import PlanFile, plan_files, stale_sources
+from eagle3.plans.plan import ITEM_BYTES
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import Convention, DraftInfo, engine_name
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head", "model": "causal LM"}
 
 
-def describe(bundle: Bundle) -> dict[str, Any]:
-    """The manifest's facts as a JSON object, with sizes and caches worked out in bytes."""
+def describe(bundle: Bundle, plan_files: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return the manifest's facts as a JSON object, with sizes and caches in bytes.
+
+    plan_files: what `plans/tensorrt/plan_file_text.py` says of the bundle's plan files.
+    """
     manifest = bundle.manifest
     data = manifest.to_json()
     return {
@@ -36,12 +37,12 @@ def describe(bundle: Bundle) -> dict[str, Any]:
         "generation": data["generation"],
         "self_check": data["self_check"],
         "files": data["files"],
-        "plan_files": [plan_file_json(each, bundle) for each in plan_files(bundle.root)],
+        "plan_files": list(plan_files),
     }
 
 
-def description_lines(bundle: Bundle) -> list[str]:
-    """The same in words, one fact a line."""
+def description_lines(bundle: Bundle, plan_files: Sequence[str] = ()) -> list[str]:
+    """Return the same in words, one fact per line."""
     manifest = bundle.manifest
     rows = [
         ("bundle", _size_text(bundle)),
@@ -50,51 +51,18 @@ def description_lines(bundle: Bundle) -> list[str]:
         ("plan", _plan_text(bundle)),
         *(("engine", f"{name}: {as_text(n)}") for name, n in engine_bytes(bundle).items()),
         *(("cache", f"{name}: {as_text(n)}") for name, n in cache_bytes(bundle).items()),
-        *(("plan file", _plan_file_text(each, bundle)) for each in plan_files(bundle.root)),
+        *(("plan file", each) for each in plan_files),
         ("tokenizer", _tokenizer_text(bundle)),
         *self_check_rows(bundle),
         ("made by", ", ".join(f"{k} {v}" for k, v in manifest.created_by.items())),
         ("command", manifest.command),
     ]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def export_lines(bundle: Bundle) -> list[str]:
     """What an export ends with: where, how large, and what was measured."""
-    return _aligned([("bundle", _size_text(bundle)), *self_check_rows(bundle)])
-
-
-def plan_file_lines(files: Sequence[PlanFile]) -> list[str]:
-    """What a build ends with: each plan file in words."""
-    return _aligned([("plan file", _plan_file_text(each)) for each in files])
-
-
-def plan_file_json(plan_file: PlanFile, bundle: Bundle | None = None) -> dict[str, Any]:
-    """What a plan file says of itself, where it lies, and whether it is of other graphs."""
-    stale = {} if bundle is None else {"stale": bool(stale_sources(bundle, plan_file))}
-    return {"path": str(plan_file.path), **stale, **plan_file.to_json()}
-
-
-def _plan_file_text(plan_file: PlanFile, bundle: Bundle | None = None) -> str:
-    counts, rows = plan_file.counts, ", ".join(map(_rows_text, plan_file.profiles))
-    layers = (
-        f"; {counts.cache_updates} caches written in place, {counts.fused_attentions} of"
-        f" {counts.attentions} attentions fused"
-    )
-    stale = "" if bundle is None else ", ".join(stale_sources(bundle, plan_file))
-    return (
-        f"{plan_file.engine}: {as_text(plan_file.size)} for compute capability"
-        f" {plan_file.compute_capability} ({plan_file.library} {plan_file.library_version}, built"
-        f" in {plan_file.build_seconds:.1f} s); {rows}{layers if counts.attentions else ''}"
-        f"{f'; STALE, made from another {stale}: build it again' if stale else ''}"
-    )
-
-
-def _rows_text(profile: Profile) -> str:
-    """The rows of its calls, [B, rows, ...] in the inputs that have them."""
-    ranges = [each for each in profile.ranges.values() if len(each[0]) > 1]
-    rows = f" {ranges[0][0][1]}-{ranges[0][2][1]} rows" if ranges else ""
-    return f"{profile.name}{rows}"
+    return aligned([("bundle", _size_text(bundle)), *self_check_rows(bundle)])
 
 
 def size_bytes(bundle: Bundle) -> int:
@@ -229,6 +197,6 @@ def _tokenizer_text(bundle: Bundle) -> str:
     return f"{info.file}, {template}; ends at token {eos}"
 
 
-def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+def aligned(rows: list[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {text}" for name, text in rows]

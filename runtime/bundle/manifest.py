@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from eagle3.plans.plan import DRAFT_WEIGHTS, Plan, TreePlan
+from eagle3.plans.plan import DRAFT_WEIGHTS, Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.strict_json import Rule, json_object, plain, read
 from eagle3.runtime.errors import BundleError, PlanError
 
@@ -40,7 +41,7 @@ def target_ids_name(draft: str) -> str:
 
 Count = Annotated[int, Rule("at least 1", lambda n: n >= 1)]
 Index = Annotated[int, Rule("at least 0", lambda n: n >= 0)]
-Text = Annotated[str, Rule("a text of one or more characters", bool)]
+NonEmptyText = Annotated[str, Rule("a text of one or more characters", bool)]
 Sha256 = Annotated[
     str, Rule("64 lower-case hex digits", lambda s: bool(re.fullmatch("[0-9a-f]{64}", s)))
 ]
@@ -57,7 +58,7 @@ TensorDtype = Annotated[
 class TargetInfo:
     """The target model: what sizes its caches and the draft's inputs."""
 
-    architecture: Text
+    architecture: NonEmptyText
     vocab_size: Count
     """V: rows of the embedding, so every id of a prompt is below it."""
     hidden_size: Count
@@ -70,7 +71,7 @@ class TargetInfo:
     Index num_layers is the final hidden after the last norm."""
     feature_size: Index
     """Width of the `features` output: len(aux_layer_ids) * hidden_size."""
-    source: Text
+    source: NonEmptyText
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,17 @@ class Convention:
     """How one ambiguity of draft checkpoints was resolved, and what decided it."""
 
     value: Any
-    source: Text
+    source: NonEmptyText
 
 
 @dataclass(frozen=True)
 class DraftInfo:
     """One draft of a bundle: a head, or a small causal LM."""
 
-    method: Text
+    method: NonEmptyText
     """A key of DRAFT_ENGINES."""
-    dialect: Text
-    source: Text
+    dialect: NonEmptyText
+    source: NonEmptyText
     hidden_size: Count
     num_layers: Count
     num_kv_heads: Count
@@ -103,7 +104,7 @@ class DraftInfo:
     conventions: Mapping[str, Convention]
     checks: Mapping[str, Any]
     """Results of the checks that export made on the checkpoint, for the reader of the manifest."""
-    command: Text
+    command: NonEmptyText
     """What put it into the bundle."""
 
 
@@ -111,16 +112,16 @@ class DraftInfo:
 class TensorSpec:
     """One input or output of an engine; a symbolic dimension is a name."""
 
-    name: Text
+    name: NonEmptyText
     dtype: TensorDtype
-    shape: tuple[Index | Text, ...]
+    shape: tuple[Index | NonEmptyText, ...]
 
 
 @dataclass(frozen=True)
 class EngineInfo:
     """One compiled graph and its signature."""
 
-    file: Text
+    file: NonEmptyText
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
@@ -137,8 +138,8 @@ class FileInfo:
 class TokenizerInfo:
     """Tokenizer and chat template files, and the ids and texts that they need."""
 
-    file: Text
-    chat_template: Text | None
+    file: NonEmptyText
+    chat_template: NonEmptyText | None
     eos_token_ids: tuple[Index, ...]
     bos_token_id: Index | None
     special_tokens: Mapping[str, str]
@@ -163,7 +164,7 @@ class Manifest:
 
     created_by: Mapping[str, str]
     """Tool -> version."""
-    command: Text
+    command: NonEmptyText
     plan: Plan
     target: TargetInfo
     drafts: Mapping[str, DraftInfo]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import BundleError, PlanError
 
 

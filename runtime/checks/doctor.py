@@ -111,7 +111,7 @@ def nvidia_smi() -> str | None:
 
 def _onnxruntime() -> tuple[Finding, bool]:
     """The engine package and whether it can be used."""
-    from eagle3.runtime.ort.session import import_onnxruntime
+    from eagle3.runtime.ort.ort_library import import_onnxruntime
 
     names = ("onnxruntime", "onnxruntime-gpu")
     found = [f"{name} {number}" for name in names if (number := installed(name))]

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from eagle3.plans.plan import TreePlan, TreeRequest
+from eagle3.plans.tree_plan import TreePlan, TreeRequest
 from eagle3.runtime.acceptance.sampling import (
     CoupledUniforms,
     TokenHistory,
-    log_softmax,
     target_probs,
 )
+from eagle3.runtime.checks.noise import measure_draft_noise, measure_noise
 from eagle3.runtime.checks.rejection_check import (
     RejectionCheck,
     check_rejection,
@@ -31,7 +31,6 @@ from eagle3.runtime.engine import Engine
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.text.prompt_files import PROMPTS
-from eagle3.runtime.trees.tree import Tree
 
 MAX_NEW_TOKENS = 128
 NUM_WALKS = 20_000
@@ -45,8 +44,6 @@ RULES: dict[str, dict[str, Any]] = {
 
 _NUM_CONTEXTS = 3  # of the chi-square tests
 _OTHER_TREES_EVERY = 4  # prompts; a tree that is not the main one runs on every fourth
-_NOISE_WINDOWS = 4  # wide calls that are compared with narrow ones
-_NOISE_TOP = 16  # most likely tokens of a row that are compared: only they can tie
 
 Report = Callable[[str], None]
 
@@ -161,7 +158,7 @@ def verify(
     encoded = [engine.encode(prompt, chat=chat) for prompt in prompts]
     plains = [_decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES]
     if on_host:
-        noise = measure_noise(engine, encoded[0] + plains[0].tokens[0])
+        noise = measure_noise(engine, encoded[0] + plains[0].tokens[0], WIDE.num_draft_tokens + 1)
     else:
         noise = measure_draft_noise(engine, encoded[0], max_new_tokens)
     equality = [
@@ -188,47 +185,6 @@ def verify(
     return VerifyReport(
         engine.plan.dtype, where, max_new_tokens, noise, tuple(equality), tuple(rejection)
     )
-
-
-def measure_noise(engine: Engine, text: Sequence[int]) -> float:
-    """max |difference of log p| between wide calls over `text` and one call a token.
-
-    Of the most likely tokens of each row; the wide calls are as wide as the widest tree here.
-    """
-    target, worst = engine.target, 0.0
-    width = min(WIDE.num_draft_tokens + 1, target.max_verify_rows)
-    text = text[: min(width * _NOISE_WINDOWS, target.capacity)]
-    with engine.turn():
-        for past in range(0, len(text), width):
-            part = text[past : past + width]
-            output = target.verify(Tree.chain(part[0], part[1:]), past, want_logits=True)
-            assert output.logits is not None
-            wide = log_softmax(output.logits)
-            for row, token in enumerate(part):
-                output = target.verify(Tree.root_only(token), past + row, want_logits=True)
-                assert output.logits is not None
-                narrow = log_softmax(output.logits[0])
-                likely = np.argsort(-narrow)[:_NOISE_TOP]
-                worst = max(worst, float(np.abs(wide[row][likely] - narrow[likely]).max()))
-    return worst
-
-
-def measure_draft_noise(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> float:
-    """As `measure_noise`, where the target's calls are out of reach: between the greedy text behind
-    `prompt` decoded plainly and with the draft, as far as they are one text.
-    """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "logprobs": _NOISE_TOP}
-    plain, drafted = (
-        engine.generate(prompt, drafter=name, **options).logprobs or ()
-        for name in ("none", engine.default_drafter)
-    )
-    worst = 0.0
-    for one, other in zip(plain, drafted, strict=False):
-        theirs = dict(other.top)
-        worst = max([worst, *(abs(p - theirs[i]) for i, p in one.top if i in theirs)])
-        if one.token_id != other.token_id:
-            break
-    return worst
 
 
 def _trees(

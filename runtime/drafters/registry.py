@@ -13,7 +13,7 @@ from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import BUILT_IN_DRAFTERS, engine_name
 from eagle3.runtime.drafters.base import Drafter, NoDrafter
 from eagle3.runtime.drafters.lookup import LookupDrafter
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 
 def _none(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:

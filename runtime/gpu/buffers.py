@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from eagle3.plans.plan import ITEM_BYTES
 from eagle3.runtime.bundle.manifest import DraftInfo, Manifest
 from eagle3.runtime.errors import BundleError
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver, HostBuffer
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ENDLESS = 1 << 62
 RESULT_HEAD = 5
 """int64 entries of a round's result before the tokens of the kept rows (kernels.cu)."""
@@ -64,7 +64,7 @@ class TargetBuffers:
 
     def __init__(self, driver: Driver, manifest: Manifest, max_rows: int, max_width: int) -> None:
         plan, info = manifest.plan, manifest.target
-        item = _ITEM_BYTES[plan.dtype]
+        item = ITEM_BYTES[plan.dtype]
 
         def ints(count: int) -> int:
             return driver.allocate(8 * count, "a buffer of integers").address
@@ -116,7 +116,7 @@ class DraftBuffers:
 
     def __init__(self, driver: Driver, manifest: Manifest, info: DraftInfo, max_rows: int) -> None:
         plan, num_nodes = manifest.plan, info.tree.num_draft_tokens + 1
-        item = _ITEM_BYTES[plan.dtype]
+        item = ITEM_BYTES[plan.dtype]
 
         def ints(count: int) -> int:
             return driver.allocate(8 * count, "a buffer of integers").address

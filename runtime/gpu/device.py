@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.plans.backends import widths_up_to
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import PlanError
 from eagle3.runtime.gpu.device_engines import TARGET, Engines
 from eagle3.runtime.gpu.driver import Driver
 from eagle3.runtime.gpu.halves import Halves
 from eagle3.runtime.gpu.kernels import Kernels
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 Int64s = NDArray[np.int64]
 

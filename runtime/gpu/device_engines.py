@@ -15,7 +15,7 @@ from eagle3.runtime.bundle.manifest import DraftInfo, Manifest, engine_name
 from eagle3.runtime.gpu.driver import DeviceBuffer
 from eagle3.runtime.ort.growth_engine import ENGINE as DRAFT_TREE
 from eagle3.runtime.ort.growth_engine import bound_growth
-from eagle3.runtime.ort.session import Bound
+from eagle3.runtime.ort.signature import Bound
 
 Shape = tuple[int, ...]
 TARGET = "target"

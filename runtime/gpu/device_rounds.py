@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.acceptance.rules import AcceptanceRule
 from eagle3.runtime.errors import EngineError
 from eagle3.runtime.gpu.buffers import RESULT_HEAD

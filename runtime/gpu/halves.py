@@ -20,7 +20,7 @@ from eagle3.runtime.gpu.buffers import RESULT_HEAD, DraftBuffers, Staging, Targe
 from eagle3.runtime.gpu.device_engines import DeviceCall, Engines, Shape
 from eagle3.runtime.gpu.driver import Driver, Graph
 from eagle3.runtime.gpu.kernels import Kernels
-from eagle3.runtime.ort.session import Bound
+from eagle3.runtime.ort.signature import Bound
 from eagle3.runtime.ort.target_engine import bound_target
 
 _WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call

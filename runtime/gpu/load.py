@@ -19,9 +19,9 @@ from eagle3.runtime.gpu.kernels import Kernels, compile_kernels
 from eagle3.runtime.gpu.ort_cuda_engine import BACKEND as ORT_CUDA
 from eagle3.runtime.gpu.ort_cuda_engine import OrtCuda, has_cuda_provider, load_ort_engines
 from eagle3.runtime.gpu.tensorrt_engine import TensorRT, load_plan_engines
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
-Library = TensorRT | OrtCuda
+GpuLibrary = TensorRT | OrtCuda
 
 
 def chosen_backend(bundle: Bundle) -> str:
@@ -45,7 +45,7 @@ def load_device(
     bundle: Bundle,
     backend: str | None = None,
     driver: Driver | None = None,
-    library: Library | None = None,
+    library: GpuLibrary | None = None,
 ) -> Device:
     """The bundle on the first GPU.
 
@@ -68,17 +68,17 @@ def load_device(
     return device
 
 
-def _library(backend: str) -> Library:
+def _library(backend: str) -> GpuLibrary:
     return OrtCuda() if backend == ORT_CUDA else TensorRT(backend)
 
 
-def _device(bundle: Bundle, driver: Driver, library: Library) -> Device:
+def _device(bundle: Bundle, driver: Driver, library: GpuLibrary) -> Device:
     engines = load_engines(bundle, library, driver)
     kernels = Kernels(driver, compile_kernels(driver.compute_capability))
     return Device(engines, driver, kernels, Clock())
 
 
-def load_engines(bundle: Bundle, library: Library, driver: Driver) -> Engines:
+def load_engines(bundle: Bundle, library: GpuLibrary, driver: Driver) -> Engines:
     """The bundle's engines. Raises as `load_device` does."""
     if isinstance(library, OrtCuda):
         return load_ort_engines(bundle, library, driver)

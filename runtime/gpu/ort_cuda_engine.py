@@ -32,7 +32,8 @@ from eagle3.runtime.gpu.device_engines import TARGET, Engines, Shape, growing_dr
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.ort.growth_engine import ENGINE as DRAFT_TREE
 from eagle3.runtime.ort.growth_engine import bound_growth
-from eagle3.runtime.ort.session import Bound, check_tensors, import_onnxruntime, tensor_spec
+from eagle3.runtime.ort.ort_library import import_onnxruntime
+from eagle3.runtime.ort.signature import Bound, check_tensors, tensor_spec
 from eagle3.runtime.ort.target_engine import bound_target
 
 BACKEND = "ort-cuda"

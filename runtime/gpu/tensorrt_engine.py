@@ -21,7 +21,7 @@ from eagle3.runtime.gpu.device_engines import TARGET, Engines, Shape, growing_dr
 from eagle3.runtime.gpu.driver import DeviceBuffer, Driver
 from eagle3.runtime.ort.growth_engine import ENGINE as DRAFT_TREE
 from eagle3.runtime.ort.growth_engine import bound_growth
-from eagle3.runtime.ort.session import Bound
+from eagle3.runtime.ort.signature import Bound
 from eagle3.runtime.ort.target_engine import bound_target
 
 _DTYPES = {

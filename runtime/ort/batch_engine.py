@@ -21,9 +21,9 @@ from eagle3.runtime.acceptance.sampling import TokenHistory
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import EngineError, PromptTooLong, RequestError
 from eagle3.runtime.ort.batch_target import BatchTarget
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.ort.target_engine import TargetOutput
 from eagle3.runtime.params import SamplingParams, checked_count, checked_threads
+from eagle3.runtime.stats import Clock
 from eagle3.runtime.trees.tree import Tree
 
 DEFAULT_ROWS = 32

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle.folder import Bundle
-from eagle3.runtime.ort.session import Buffer, Clock, KvCache, Values, load_session
+from eagle3.runtime.ort.kv_cache import Buffer, KvCache
+from eagle3.runtime.ort.session import OrtValues, load_session
 from eagle3.runtime.ort.target_engine import TargetOutput, bound_target
+from eagle3.runtime.stats import Clock
 
 Int64s = NDArray[np.int64]
 
@@ -116,7 +118,7 @@ class BatchTarget:
             features=None,
         )
 
-    def _values(self, first: int, size: int, num_rows: int, want_logits: bool) -> Values:
+    def _values(self, first: int, size: int, num_rows: int, want_logits: bool) -> OrtValues:
         """`features` are never bound: they are a draft's food, and nobody reads them here."""
         past, present = self._cache.bindings(first, first + size)
         inputs = {

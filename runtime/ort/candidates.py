@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.runtime.bundle.manifest import DraftInfo, Manifest, TensorSpec
-from eagle3.runtime.ort.session import Bound, Buffer, KvCache, Session, Values, cache_specs
+from eagle3.runtime.ort.kv_cache import Buffer, KvCache
+from eagle3.runtime.ort.session import OrtValues, Session
+from eagle3.runtime.ort.signature import Bound, cache_specs
 
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -113,7 +115,7 @@ class CandidateEngine(ABC):
 
     def _values(
         self, count: int, window: int, picked: int, top_k: int, want_logits: bool
-    ) -> Values:
+    ) -> OrtValues:
         own_inputs, own_outputs = self._own_values(count, window)
         inputs = {
             "input_ids": self._ids.value(1, count),

@@ -19,7 +19,10 @@ from eagle3.runtime.bundle.manifest import (
     engine_name,
 )
 from eagle3.runtime.ort.candidates import CandidateEngine, Candidates, Int64s, bound_candidates
-from eagle3.runtime.ort.session import Bound, Buffer, Clock, Session, load_session
+from eagle3.runtime.ort.kv_cache import Buffer
+from eagle3.runtime.ort.session import Session, load_session
+from eagle3.runtime.ort.signature import Bound
+from eagle3.runtime.stats import Clock
 
 
 @dataclass(frozen=True)

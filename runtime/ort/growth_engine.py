@@ -11,11 +11,14 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import DraftInfo, Manifest, TensorSpec, engine_name
 from eagle3.runtime.ort.draft_engine import DraftEngine, feature_size_of
-from eagle3.runtime.ort.session import Bound, Buffer, Clock, Values, cache_specs, load_session
+from eagle3.runtime.ort.kv_cache import Buffer
+from eagle3.runtime.ort.session import OrtValues, load_session
+from eagle3.runtime.ort.signature import Bound, cache_specs
+from eagle3.runtime.stats import Clock
 from eagle3.runtime.trees.tree import Tree
 
 Int64s = NDArray[np.int64]
@@ -83,7 +86,7 @@ class GrowthEngine:
         parents = self._parents.view(1, nodes)[0, :num_nodes].astype(np.int32)
         return Tree(self._tokens.view(1, nodes)[0, :num_nodes].copy(), parents)
 
-    def _values(self, count: int) -> Values:
+    def _values(self, count: int) -> OrtValues:
         nodes = self._tree.num_draft_tokens + 1
         features, past, present = self._draft.shared(count)
         inputs = {

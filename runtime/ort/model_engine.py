@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import TensorSpec, engine_name
 from eagle3.runtime.ort.candidates import CandidateEngine, Candidates, Int64s, bound_candidates
-from eagle3.runtime.ort.session import Buffer, Clock, load_session
+from eagle3.runtime.ort.kv_cache import Buffer
+from eagle3.runtime.ort.session import load_session
+from eagle3.runtime.stats import Clock
 
 
 class ModelEngine(CandidateEngine):

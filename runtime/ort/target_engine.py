@@ -11,15 +11,10 @@ from numpy.typing import NDArray
 
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import Manifest, TensorSpec
-from eagle3.runtime.ort.session import (
-    Bound,
-    Buffer,
-    Clock,
-    KvCache,
-    Values,
-    cache_specs,
-    load_session,
-)
+from eagle3.runtime.ort.kv_cache import Buffer, KvCache
+from eagle3.runtime.ort.session import OrtValues, load_session
+from eagle3.runtime.ort.signature import Bound, cache_specs
+from eagle3.runtime.stats import Clock
 from eagle3.runtime.trees.tree import Tree
 
 Int64s = NDArray[np.int64]
@@ -111,7 +106,7 @@ class TargetEngine:
         )
         return self._output(num_rows, picked, want_logits)
 
-    def _values(self, num_rows: int, picked: int, want_logits: bool) -> Values:
+    def _values(self, num_rows: int, picked: int, want_logits: bool) -> OrtValues:
         inputs = {
             "input_ids": self._ids.value(1, num_rows),
             "position_ids": self._positions.value(1, num_rows),

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.acceptance.rules import TokenLogprob
 from eagle3.runtime.acceptance.sampling import TokenHistory
 from eagle3.runtime.errors import EngineError
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.rounds.endings import Committed, TokenSequence
 from eagle3.runtime.rounds.pace import Pace
 from eagle3.runtime.rounds.protocol import RoundEngine, Step
-from eagle3.runtime.stats import StatsRecorder
+from eagle3.runtime.stats import Clock, StatsRecorder
 
 
 @dataclass(frozen=True)

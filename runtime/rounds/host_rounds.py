@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.acceptance.accept import Accepted, Settled, settle
 from eagle3.runtime.acceptance.rules import AcceptanceRule
 from eagle3.runtime.drafters.base import Drafter, DraftRequest

@@ -14,7 +14,7 @@ from eagle3.runtime.drafters.lookup import LookupDrafter
 from eagle3.runtime.engine import Engine, Result
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE, Stats
-from eagle3.runtime.text.chat_template import Prompt
+from eagle3.runtime.text.prompt_encoding import Prompt
 
 _ENOUGH_ROUNDS = 8  # with a draft, before its acceptance says anything
 _WARM_UP_TOKENS = 8

@@ -12,7 +12,7 @@ from eagle3.runtime.terminal.console import Write, answer, stats_lines
 EXIT, RESET = "/exit", "/reset"
 
 
-class Conversation:
+class ChatSession:
     """Messages so far; `say` adds a question and its answer. note: told of what was dropped."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Conversation:
             return False
 
 
-def converse(talk: Conversation, lines: Iterator[str], write: Write, note: Write) -> None:
+def converse(talk: ChatSession, lines: Iterator[str], write: Write, note: Write) -> None:
     """Answers line after line until /exit or the end; /reset starts anew.
 
     A question that cannot be served is named and left out; the conversation goes on.

@@ -2,9 +2,10 @@
 
 from typing import Protocol
 
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
+from eagle3.runtime.trees.dynamic import DynamicTree
 from eagle3.runtime.trees.static import StaticTree
-from eagle3.runtime.trees.tree import DynamicTree, Float32s, Frontier, Int64s, Tree
+from eagle3.runtime.trees.tree import Float32s, Frontier, Int64s, Tree
 
 
 class TreeBuilder(Protocol):

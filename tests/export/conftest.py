@@ -17,8 +17,8 @@ import torch
 from once import exported_once
 
 from eagle3.runtime.bundle.folder import Bundle
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.ort.target_engine import TargetEngine
+from eagle3.runtime.stats import Clock
 
 LOWERINGS = ("ort", "portable")
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import eagle3
 from eagle3.export.checks.self_check import INT8_TOLERANCE, SelfCheck, _tokens, check_bundle
 from eagle3.export.draft_graphs.head_modules import build_head
-from eagle3.export.drafts.draft_source import HeadDraft
+from eagle3.export.drafts.head_draft import HeadDraft
 from eagle3.export.exporter import write_draft
 from eagle3.export.graphs.weights import block_int8, int8_block
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
-from eagle3.export.targets.target import DTYPES, load_target
+from eagle3.export.targets.target import TORCH_DTYPES, load_target
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import SelfCheckFailed
 
@@ -133,9 +133,9 @@ Check = Callable[[Bundle], tuple[SelfCheck, list[str]]]
 def check(llama_folder: Path, head_folder: Path) -> Check:
     """check(bundle): the self-check of an export of `llama` with its head, and what it said."""
     target = load_target(str(llama_folder), "float32")
-    head = read_head(head_folder, TargetFacts(tiny.HIDDEN, 64, 8))
+    head = read_head(head_folder, TargetSizes(tiny.HIDDEN, 64, 8))
     table = target.model.get_input_embeddings().weight.detach()
-    draft = HeadDraft(head, build_head(head, DTYPES["float32"]), table)
+    draft = HeadDraft(head, build_head(head, TORCH_DTYPES["float32"]), table)
 
     def run(bundle: Bundle) -> tuple[SelfCheck, list[str]]:
         said: list[str] = []

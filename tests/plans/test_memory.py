@@ -8,16 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_models import llama_8b, llama_8b_head, mixture, smollm2
 
-from eagle3.plans.device_spec import Device
+from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.memory import (
-    check_fit,
+    check_memory,
     kv_bytes_per_token,
     longest_context,
     matrix_bytes,
     memory,
     size_text,
 )
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import PlanError
 
 GPU = Plan(
@@ -31,9 +32,9 @@ GPU = Plan(
 )
 
 
-def device(memory_bytes: int, **fields: Any) -> Device:
+def device(memory_bytes: int, **fields: Any) -> DeviceSpec:
     peak = {"float32": 1e12, "float16": 2e12}
-    return Device("a device", "made up", memory_bytes, 0, 1e11, peak, **fields)
+    return DeviceSpec("a device", "made up", memory_bytes, 0, 1e11, peak, **fields)
 
 
 def test_llama_8b_in_float16() -> None:
@@ -122,13 +123,13 @@ def test_a_plan_is_refused_exactly_when_it_needs_more_than_there_is(
     target: Any, head: Any, plan: Plan, size: int
 ) -> None:
     needed = memory(target, head, plan).total
-    assert check_fit(target, head, plan, device(needed)).total == needed
+    assert check_memory(target, head, plan, device(needed)).total == needed
     for has in {needed - 1, size + 1}:
         if has >= needed:
-            assert check_fit(target, head, plan, device(has)).total == needed
+            assert check_memory(target, head, plan, device(has)).total == needed
             continue
         with pytest.raises(PlanError) as caught:
-            check_fit(target, head, plan, device(has))
+            check_memory(target, head, plan, device(has))
         assert f"needs {size_text(needed)}" in str(caught.value)
         assert f"has {size_text(has)}" in str(caught.value)
 
@@ -153,18 +154,18 @@ def test_a_refusal_says_what_would_fit() -> None:
     target, head = llama_8b(), llama_8b_head()
     full = memory(target, head, GPU)
     with pytest.raises(PlanError, match=r"max_seq_len \d+ or less would fit"):
-        check_fit(target, head, GPU, device(full.total - 10_000_000))
+        check_memory(target, head, GPU, device(full.total - 10_000_000))
     with pytest.raises(
         PlanError, match=r"draft_weights int8 would, target_weights int8 would, but"
     ):
-        check_fit(target, head, GPU, device(full.total - 10_000_000))
+        check_memory(target, head, GPU, device(full.total - 10_000_000))
     with pytest.raises(PlanError, match="the target without a draft would"):
-        check_fit(target, head, GPU, device(full.total - 10_000_000))
+        check_memory(target, head, GPU, device(full.total - 10_000_000))
     with pytest.raises(PlanError, match="no shorter context and no int8 weights would help"):
-        check_fit(target, head, GPU, device(1_000_000_000))
+        check_memory(target, head, GPU, device(1_000_000_000))
     plain = Plan(max_draft_tokens=16)
     with pytest.raises(PlanError, match="dtype float16 would"):
-        check_fit(target, None, plain, device(20_000_000_000))
+        check_memory(target, None, plain, device(20_000_000_000))
 
 
 def test_the_context_it_names_does_fit() -> None:
@@ -172,11 +173,11 @@ def test_the_context_it_names_does_fit() -> None:
     small = device(memory(target, head, GPU).total - 100_000_000)
     longest = longest_context(target, head, GPU, small)
     assert longest is not None and longest < 4096
-    assert check_fit(target, head, replace(GPU, max_seq_len=longest), small)
+    assert check_memory(target, head, replace(GPU, max_seq_len=longest), small)
 
 
 def test_what_the_system_holds_is_not_for_engines() -> None:
     needed = memory(smollm2(), None, Plan()).total
-    busy = Device("busy", "made up", needed, 1, 1e11, {"float32": 1e12})
+    busy = DeviceSpec("busy", "made up", needed, 1, 1e11, {"float32": 1e12})
     with pytest.raises(PlanError, match="less 1 bytes reserved|less 0.0 MB reserved"):
-        check_fit(smollm2(), None, Plan(), busy)
+        check_memory(smollm2(), None, Plan(), busy)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.plans.backends import widths_of, widths_up_to
-from eagle3.plans.plan import MAX_DRAFT_TOKENS, Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import MAX_DRAFT_TOKENS, TreePlan
 from eagle3.runtime.errors import PlanError
 
 GPU = {"backend": "tensorrt", "lowering": "portable", "dtype": "float16"}

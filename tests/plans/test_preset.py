@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from known_models import llama_8b, llama_8b_head, smollm2
 
-from eagle3.plans.device_spec import Device
-from eagle3.plans.memory import check_fit
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.device_spec import DeviceSpec
+from eagle3.plans.memory import check_memory
+from eagle3.plans.plan import Plan
 from eagle3.plans.preset import load_preset, preset_names
 from eagle3.plans.roofline import expected_round
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import PlanError
 
 NAMES = [
@@ -43,7 +44,7 @@ def test_a_preset_can_be_built_and_reckoned_with(name: str) -> None:
     preset = load_preset(name)
     preset.plan.require_built()
     assert preset.plan.compute_capability == preset.device.compute_capability
-    check_fit(smollm2(), None, preset.plan, preset.device)
+    check_memory(smollm2(), None, preset.plan, preset.device)
     assert expected_round(smollm2(), None, preset.plan, preset.device).plain.bound == "memory"
 
 
@@ -65,13 +66,13 @@ def test_every_value_of_a_preset_has_a_reason(name: str) -> None:
 )
 def test_an_8b_target_fits_where_it_should(name: str) -> None:
     preset = load_preset(name)
-    check_fit(llama_8b(), llama_8b_head(), preset.plan, preset.device)
+    check_memory(llama_8b(), llama_8b_head(), preset.plan, preset.device)
 
 
 def test_an_8b_target_does_not_fit_8_gb() -> None:
     preset = load_preset("jetson-orin-nano")
     with pytest.raises(PlanError, match=r"needs 18.* GB .*, NVIDIA Jetson Orin Nano 8GB has 6.00"):
-        check_fit(llama_8b(), llama_8b_head(), preset.plan, preset.device)
+        check_memory(llama_8b(), llama_8b_head(), preset.plan, preset.device)
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -135,4 +136,4 @@ def test_a_preset_that_is_not_there(tmp_path: Path) -> None:
 def test_device_fields_are_what_a_preset_may_say() -> None:
     """What is shown of a device is what its file says: nothing is filled in between."""
     preset = load_preset("l4")
-    assert set(preset.to_json()["device"]) == {each.name for each in fields(Device)}
+    assert set(preset.to_json()["device"]) == {each.name for each in fields(DeviceSpec)}

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_models import llama_8b, llama_8b_head, mixture, smollm2
 
-from eagle3.plans.device_spec import Device
+from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.facts import Experts
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
 from eagle3.plans.preset import load_preset
 from eagle3.plans.roofline import draft_growth, expected_round, target_call
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import PlanError
 
 # 1 GB/s and 1 GFLOP/s: milliseconds are MB and MFLOP.
-UNIT = Device("unit", "made up", 1 << 40, 0, 1e9, {"float32": 1e9, "float16": 1e9}, "8.9")
+UNIT = DeviceSpec("unit", "made up", 1 << 40, 0, 1e9, {"float32": 1e9, "float16": 1e9}, "8.9")
 GPU = Plan(
     max_seq_len=4096,
     max_draft_tokens=63,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths, read_paths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import PlanError
 
 EAGLE1 = STATIC_TREES["eagle1"]

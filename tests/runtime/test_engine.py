@@ -12,7 +12,7 @@ import torch
 from drafting import Fixed, Forking, Itself, Oracle, using
 
 import eagle3
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 
 TREES = [(1, 1, 1), (1, 5, 5), (3, 3, 6), (4, 4, 10), (8, 2, 30)]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import eagle3
-from eagle3.export.checks.self_check import _DraftPath
+from eagle3.export.checks.head_check import _DraftPath
 from eagle3.export.draft_graphs.head_modules import build_head
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
 from eagle3.runtime.drafters.base import DraftRequest
@@ -29,7 +29,7 @@ PROMPT = list(range(5, 30))  # longer than a prefill chunk
 @pytest.fixture(scope="module")
 def head(llama: Any, head_folder: Path) -> Iterator[Any]:
     """The head of `bundle`, and the module that computes it."""
-    facts = TargetFacts(hidden_size=32, vocab_size=64, num_layers=llama.config.num_hidden_layers)
+    facts = TargetSizes(hidden_size=32, vocab_size=64, num_layers=llama.config.num_hidden_layers)
     found = read_head(str(head_folder), facts, None)
     assert found.config.aux_layer_ids == AUX_LAYERS
     yield found, build_head(found, torch.float32)

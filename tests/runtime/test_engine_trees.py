@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eagle3
-from eagle3.plans.plan import TreePlan, TreeRequest
 from eagle3.plans.tree_paths import STATIC_TREES
+from eagle3.plans.tree_plan import TreePlan, TreeRequest
 from eagle3.runtime.drafters.base import Drafter, DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.ort.draft_engine import DraftEngine, DraftOutput

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from eagle3.runtime.errors import DataError
+from eagle3.train.batches.batch import Batch
 from eagle3.train.batches.batch_order import epoch_batches
 from eagle3.train.batches.features import LiveFeatures, StoredFeatures
 from eagle3.train.batches.token_dataset import TokenDataset
-from eagle3.train.losses.objective import Batch
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from eagle3.plans.plan import DRAFT_WEIGHTS, TreePlan
+from eagle3.plans.plan import DRAFT_WEIGHTS
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import TrainingError
 from eagle3.runtime.terminal.options import (
     ManyFiles,

@@ -48,7 +48,7 @@ class PromptCounts:
         return [head, *self.examples, *more, tail]
 
 
-class Evaluation:
+class EvaluationTurns:
     """The turns of evaluation files, to be kept out of training.
 
     A prompt is one of them when both are equal, letter case and white space apart, or when one
@@ -85,7 +85,7 @@ class Selection:
     has an answer.
     """
 
-    def __init__(self, evaluation: Evaluation) -> None:
+    def __init__(self, evaluation: EvaluationTurns) -> None:
         self.counts = PromptCounts()
         self.entries: list[Entry] = []
         self._evaluation = evaluation
@@ -133,7 +133,7 @@ class Selection:
                 raise DataError(f"{path} holds no prompt that can be used{why}")
 
 
-def read_evaluation(files: Sequence[Path]) -> Evaluation:
+def read_evaluation(files: Sequence[Path]) -> EvaluationTurns:
     """The evaluation turns of `.jsonl` files with `turns` or `prompt`, or of texts, one a line.
 
     Raises DataError for any line that is not understood: it might be trained on.
@@ -151,7 +151,7 @@ def read_evaluation(files: Sequence[Path]) -> Evaluation:
                 ) from error
         if len(turns) == before:
             raise DataError(f"{path} holds no evaluation prompt")
-    return Evaluation(turns)
+    return EvaluationTurns(turns)
 
 
 def _turns(line: bytes) -> list[str]:

@@ -9,7 +9,8 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 from eagle3.runtime.errors import DataError, RequestError
-from eagle3.runtime.text.chat_template import ChatTemplate, Message, as_messages, encode_prompt
+from eagle3.runtime.text.chat_template import ChatTemplate, Message, as_messages
+from eagle3.runtime.text.prompt_encoding import encode_prompt
 from eagle3.train.batches.token_dataset import Conversation
 
 

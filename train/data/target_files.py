@@ -13,12 +13,13 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from eagle3.export.exporter import ExportRequest, export_bundle
-from eagle3.export.targets.target import _locate, _why_not_loaded
+from eagle3.export.targets.target import locate, why_not_loaded
 from eagle3.export.targets.tokenizer_files import write_tokenizer
 from eagle3.plans.plan import Plan
 from eagle3.runtime.bundle.folder import MANIFEST_NAME, Bundle
 from eagle3.runtime.errors import BundleError, DataError, ExportError
-from eagle3.runtime.text.chat_template import ChatTemplate, load_tokenizer
+from eagle3.runtime.text.chat_template import ChatTemplate
+from eagle3.runtime.text.tokenizer import load_tokenizer
 from eagle3.train.data.render import Renderer
 
 Report = Callable[[str], None]
@@ -42,12 +43,12 @@ def read_target_texts(source: str, raw: bool) -> TargetTexts:
     source: as `eagle3 export --target`. Raises ExportError when it cannot be read, and DataError
     when it has no chat template and `raw` is not given.
     """
-    where = _locate(source)
+    where = locate(source)
     try:
         config = AutoConfig.from_pretrained(**where)
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # whatever transformers or the checkpoint raise
-        raise ExportError(_why_not_loaded(source, error)) from error
+        raise ExportError(why_not_loaded(source, error)) from error
     text = config.get_text_config()
     model = SimpleNamespace(generation_config=_generation_config(where, config))
     described: Any = SimpleNamespace(

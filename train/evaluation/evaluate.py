@@ -20,7 +20,7 @@ from eagle3.export.draft_graphs.head_modules import build_head, embedding_table
 from eagle3.export.drafts.draft_source import DraftSource
 from eagle3.export.exporter import ExportRequest, export_bundle
 from eagle3.export.heads.checkpoint_files import head_folder
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.export.targets.target import load_target
 from eagle3.runtime.engine import Engine, load
@@ -31,7 +31,7 @@ from eagle3.train.batches.batch_source import BatchSource
 from eagle3.train.batches.features import LiveFeatures, fingerprint, open_features
 from eagle3.train.batches.token_dataset import open_dataset
 from eagle3.train.data.target_files import plan_for
-from eagle3.train.evaluation.measure import Evaluation, Task
+from eagle3.train.evaluation.measure import Evaluation, TaskResult
 from eagle3.train.loop.window import Window
 from eagle3.train.losses.objective import Eagle3Objective
 from eagle3.train.requests.eval_request import EvalRequest
@@ -58,8 +58,8 @@ def evaluate(request: EvalRequest, report: Report = lambda _: None) -> Evaluatio
     return Evaluation(tuple(tasks), agreement)
 
 
-def _task(engine: Engine, name: str, prompts: Sequence[str], request: EvalRequest) -> Task:
-    task, limit, tree = Task(name), request.max_new_tokens, request.tree
+def _task(engine: Engine, name: str, prompts: Sequence[str], request: EvalRequest) -> TaskResult:
+    task, limit, tree = TaskResult(name), request.max_new_tokens, request.tree
     for prompt in prompts:
         try:
             drafted = engine.generate(
@@ -130,7 +130,7 @@ def held_out_agreement(request: EvalRequest, report: Report = lambda _: None) ->
     recipe, indices = _held_out(request.draft, len(data), fingerprint(data), report)
     target = load_target(request.target, "float32")
     last = int(target.config.num_hidden_layers)
-    facts = TargetFacts(int(target.config.hidden_size), target.vocab_size, last)
+    facts = TargetSizes(int(target.config.hidden_size), target.vocab_size, last)
     head = read_head(request.draft, facts)
     if head.config.method != "eagle3":
         report("teacher-forced agreement is of EAGLE-3 heads: --data is not used")

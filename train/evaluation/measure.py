@@ -9,7 +9,7 @@ from eagle3.runtime.stats import Stats
 
 
 @dataclass
-class Task:
+class TaskResult:
     """Sums over the requests of one task."""
 
     name: str
@@ -73,7 +73,7 @@ class Task:
 class Evaluation:
     """A head's numbers: by task from real decoding; agreement [S] teacher-forced, if asked for."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[TaskResult, ...]
     agreement: tuple[float, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.runtime.errors import TrainingError
+from eagle3.train.batches.batch import Batch
 from eagle3.train.batches.batch_order import Split, epoch_batches
 from eagle3.train.batches.batch_source import BatchSource
 from eagle3.train.jobs.processes import Processes
@@ -22,7 +23,7 @@ from eagle3.train.jobs.progress import Progress
 from eagle3.train.loop.checkpoint import load_checkpoint, newest_run, save_checkpoint
 from eagle3.train.loop.curves import Curves
 from eagle3.train.loop.window import Window
-from eagle3.train.losses.objective import Batch, StepSums
+from eagle3.train.losses.objective import StepSums
 from eagle3.train.requests.recipe import Recipe
 
 Report = Callable[[str], None]

@@ -76,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 @torch.no_grad()
-def target_probs(final: Tensor, rows: Tensor) -> Tensor:
+def draft_vocabulary_probs(final: Tensor, rows: Tensor) -> Tensor:
     """The target's softmax over some of its tokens, float32 [R,Vd].
 
     final [R,d]: its hidden after the last norm; rows [Vd,d]: its lm_head's rows of those tokens.

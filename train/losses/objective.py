@@ -9,23 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eagle3.export.draft_graphs.head_modules import Eagle1Head, EagleHead
-from eagle3.train.losses.loss import cross_entropy, target_probs
+from eagle3.train.batches.batch import Batch
+from eagle3.train.losses.loss import cross_entropy, draft_vocabulary_probs
 from eagle3.train.losses.unroll import unrolled
 
 _EAGLE1_TOKEN_WEIGHT = 0.1  # EAGLE, section 3.2
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Conversations of one step, padded behind. ids [B,T] int64; written [B,T] bool, true where the
-    target wrote the token; features [B,T,F] what the head fuses and final [B,T,d] what lm_head
-    reads, both of the target.
-    """
-
-    ids: Tensor
-    written: Tensor
-    features: Tensor
-    final: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,9 @@ class Eagle3Objective(nn.Module):
 
     def forward(self, batch: Batch, num_steps: int) -> StepSums:
         rows = Rows.of(batch.written)
-        probs = target_probs(batch.final[rows.conversation, rows.position - 1], self.target_rows)
+        probs = draft_vocabulary_probs(
+            batch.final[rows.conversation, rows.position - 1], self.target_rows
+        )
         embeddings = F.embedding(batch.ids, self.embedding)
         sums = []
         for step, out in enumerate(unrolled(self.head, embeddings, batch.features, num_steps)):
@@ -110,7 +100,7 @@ class Eagle1Objective(nn.Module):
         rows = Rows.of(batch.written)
         final = batch.final[rows.conversation, rows.position - 1].float()
         lm_head = self.head.lm_head.weight
-        probs = target_probs(final, lm_head)
+        probs = draft_vocabulary_probs(final, lm_head)
         embeddings = F.embedding(batch.ids, self.embedding)
         (out,) = unrolled(self.head, embeddings, batch.features + noise, 1)
         picked, keep = rows.at(0, out)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3.export.checks.readings import (
+    AnsweredText,
     Reading,
-    Text,
     _clearly_better,
     _Score,
     causal_attention,
@@ -24,12 +24,12 @@ from eagle3.export.checks.self_check import SelfCheck
 from eagle3.export.draft_graphs.head_modules import build_head
 from eagle3.export.drafts.draft_source import DraftSource
 from eagle3.export.exporter import ExportRequest, export_bundle
-from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.head_config import Head, TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.export.targets.target import Target, load_target
 
 LAYERS = (2, 4, 5)
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def target(calm_folder: Path) -> Target:
     return load_target(str(calm_folder), "float32", trust_remote_code=False, max_seq_len=128)
 
 
-def greedy_texts(model: Any, prompts: torch.Tensor) -> list[Text]:
+def greedy_texts(model: Any, prompts: torch.Tensor) -> list[AnsweredText]:
     """Greedy answers of 48 tokens to prompts [B,P]."""
     with torch.no_grad():
         ids = model.generate(
@@ -63,11 +63,11 @@ def greedy_texts(model: Any, prompts: torch.Tensor) -> list[Text]:
             do_sample=False,
             pad_token_id=0,
         )
-    return [Text(row, prompts.shape[1]) for row in ids.numpy()]
+    return [AnsweredText(row, prompts.shape[1]) for row in ids.numpy()]
 
 
 @pytest.fixture(scope="module")
-def texts(calm: Any) -> list[Text]:
+def texts(calm: Any) -> list[AnsweredText]:
     """Of prompts that the tokenizer knows no word of, which an export's are, and of others."""
     unknown = [each for n in range(5, 20) for each in greedy_texts(calm, torch.zeros(1, n).long())]
     generator = torch.Generator().manual_seed(3)
@@ -75,7 +75,9 @@ def texts(calm: Any) -> list[Text]:
 
 
 @pytest.fixture(scope="module")
-def fitted_folder(calm: Any, texts: list[Text], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fitted_folder(
+    calm: Any, texts: list[AnsweredText], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A head that knows `texts` by heart, with the features of layers 2, 4 and 5."""
     folder = tmp_path_factory.mktemp("fitted")
     tiny.save_head(folder, calm, aux_layer_ids=LAYERS)
@@ -105,7 +107,7 @@ def read(folder: Path, layers: tuple[int, ...] | None) -> Head:
 
 
 def test_the_right_layers_are_found_from_either_side(
-    target: Target, texts: list[Text], fitted_folder: Path
+    target: Target, texts: list[AnsweredText], fitted_folder: Path
 ) -> None:
     right = compare_readings(read(fitted_folder, None), target, texts)
     assert right[0].acceptance > 0.5 and not any(each.clearly_better for each in right)
@@ -160,7 +162,7 @@ def test_layers_out_of_range_are_no_neighbours(fitted_folder: Path) -> None:
 
 
 def test_answers_too_short_to_judge_give_no_readings(target: Target, fitted_folder: Path) -> None:
-    short = Text(np.array([2, 3, 4], np.int64), 2)
+    short = AnsweredText(np.array([2, 3, 4], np.int64), 2)
     assert compare_readings(read(fitted_folder, None), target, [short]) == ()
 
 

@@ -14,8 +14,9 @@ from command_line import call, failed
 from eagle3.export import add_draft as add
 from eagle3.export import exporter as build
 from eagle3.export.drafts.draft_source import DraftSource
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.registry import DRAFTERS
 from eagle3.runtime.errors import ExportError

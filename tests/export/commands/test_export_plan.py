@@ -14,8 +14,10 @@ from eagle3.export import exporter as build
 from eagle3.export.commands import export_command as commands
 from eagle3.export.exporter import ExportRequest, export_bundle
 from eagle3.plans.commands.build_command import why_not_here
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
 from eagle3.plans.preset import load_preset
+from eagle3.plans.tensorrt import plan_file_text
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle import describe
 from eagle3.runtime.errors import PlanError
 
@@ -42,7 +44,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
     monkeypatch.setattr(build, "export_bundle", fake)
     monkeypatch.setattr(describe, "export_lines", lambda _: [])
     monkeypatch.setattr(commands, "build_exported", lambda root: [f"built {root}"])
-    monkeypatch.setattr(describe, "plan_file_lines", lambda files: files)
+    monkeypatch.setattr(plan_file_text, "plan_file_lines", lambda files: files)
     monkeypatch.setattr(commands, "why_not_here", lambda plan: None)
     return requests
 

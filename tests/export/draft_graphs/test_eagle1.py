@@ -17,20 +17,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import eagle3
-from eagle3.export.checks.self_check import INT8_TOLERANCE, relative_error
+from eagle3.export.checks.reference import relative_error
+from eagle3.export.checks.self_check import INT8_TOLERANCE
 from eagle3.export.draft_graphs.head_modules import build_eagle1_head
-from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.head_config import Head, TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.export.targets.target import lm_head_weight, load_target
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.describe import description_lines
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import CheckpointError, UnsupportedModel
 from eagle3.runtime.ort.draft_engine import DraftEngine
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 NUM_LAYERS = 2
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=NUM_LAYERS)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=NUM_LAYERS)
 PROMPT = list(range(5, 30))  # longer than a prefill chunk
 NO_EOS: dict[str, Any] = {"max_new_tokens": 40, "logit_bias": {1: -100.0}}
 

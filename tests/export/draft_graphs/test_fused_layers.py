@@ -13,18 +13,18 @@ import torch
 from plain_head import TOLERANCE, PlainHead, check_draft_tree
 
 import eagle3
-from eagle3.export.checks.self_check import relative_error
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.checks.reference import relative_error
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.runtime.bundle.describe import description_lines
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import CheckpointError
 from eagle3.runtime.ort.draft_engine import DraftEngine
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.ort.target_engine import TargetEngine
+from eagle3.runtime.stats import Clock
 
 NUM_LAYERS = 2
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=NUM_LAYERS)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=NUM_LAYERS)
 PROMPT = list(range(5, 19))
 # fused layers, norm_output. The last index is the final hidden, after the last norm.
 VARIANTS = [((NUM_LAYERS,), False), ((1,), True), ((0, NUM_LAYERS), False)]
@@ -101,7 +101,7 @@ def test_a_head_that_names_too_few_layers_says_what_its_fc_reads(
     config = json.loads((head / "config.json").read_text())
     del config["eagle_config"]
     (head / "config.json").write_text(json.dumps(config))
-    deep = TargetFacts(tiny.HIDDEN, 64, num_layers=8)
+    deep = TargetSizes(tiny.HIDDEN, 64, num_layers=8)
     with pytest.raises(
         CheckpointError, match=r"fc.weight is \[32, 32\].* \[32, 96\].*--aux-layers"
     ):

@@ -24,16 +24,17 @@ from eagle3.export.draft_graphs.draft_engines import _inputs, _trace_fuse
 from eagle3.export.draft_graphs.growth_graph import growth_graph
 from eagle3.export.draft_graphs.head_modules import DraftGraph, build_head
 from eagle3.export.draft_graphs.tree_growth import TreeGrowth
-from eagle3.export.graphs.attention import LOWERINGS
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import trace_unlowered
 from eagle3.export.graphs.weights import quantize_int8, store_for_matmul
-from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.head_config import Head, TargetSizes
 from eagle3.export.heads.reader import read_head
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import SelfCheckFailed
 from eagle3.runtime.ort.growth_engine import GrowthEngine
-from eagle3.runtime.trees.tree import DynamicTree, Tree
+from eagle3.runtime.trees.dynamic import DynamicTree
+from eagle3.runtime.trees.tree import Tree
 
 CAPACITY, WIDTH = 64, 96
 TREES = [(1, 1, 1), (1, 4, 4), (3, 3, 6), (4, 2, 30), (10, 4, 48), (6, 8, 60)]
@@ -58,7 +59,7 @@ class Traced:
 
 @pytest.fixture(scope="module", params=["ort", "portable"])
 def traced(request: pytest.FixtureRequest, llama: Any, head_folder: Path) -> Traced:
-    facts = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+    facts = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
     head = read_head(head_folder, facts)
     module, lowering = build_head(head, torch.float32), LOWERINGS[request.param]
     table = llama.get_input_embeddings().weight.detach()

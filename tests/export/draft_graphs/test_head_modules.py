@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.export.draft_graphs.head_modules import build_head
-from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.head_config import Head, TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.runtime.errors import CheckpointError
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 LAYERS = "aux_layer_ids (hidden_states indices)"
 LLAMA3 = {
     "rope_type": "llama3",
@@ -39,7 +39,7 @@ class Checkpoint:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
 
-    def read(self, *, facts: TargetFacts = FACTS, layers: Any = None, **assume: str) -> Head:
+    def read(self, *, facts: TargetSizes = FACTS, layers: Any = None, **assume: str) -> Head:
         (self.folder / "config.json").write_text(json.dumps(self.config))
         save_file(self.weights, self.folder / "model.safetensors")
         return read_head(self.folder, facts, layers, assume)
@@ -68,7 +68,7 @@ def test_the_default_layers_are_those_of_the_paper(head: Checkpoint) -> None:
     layers = head.read().config
     assert layers.aux_layer_ids == (2, 4, 5)
     assert layers.conventions[LAYERS].source == "dialect default"
-    deep = TargetFacts(tiny.HIDDEN, 64, num_layers=32)
+    deep = TargetSizes(tiny.HIDDEN, 64, num_layers=32)
     assert head.read(facts=deep).config.aux_layer_ids == (2, 16, 29)
 
 
@@ -104,7 +104,7 @@ def test_layer_ids_of_unknown_counting_are_refused(head: Checkpoint) -> None:
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 6])
 def test_a_shallow_target_has_no_default_layers(head: Checkpoint, num_layers: int) -> None:
     """Trap 11: they coincide or are out of range."""
-    facts = TargetFacts(tiny.HIDDEN, 64, num_layers)
+    facts = TargetSizes(tiny.HIDDEN, 64, num_layers)
     message = head.refusal(facts=facts)
     assert f"{num_layers} layers" in message and "--aux-layers" in message
     if num_layers >= 3:
@@ -350,9 +350,9 @@ def test_biases_are_read_where_the_config_says_so(head: Checkpoint) -> None:
 
 
 def test_a_head_for_another_target_is_refused_with_both_numbers(head: Checkpoint) -> None:
-    message = head.refusal(facts=TargetFacts(48, 64, 8))
+    message = head.refusal(facts=TargetSizes(48, 64, 8))
     assert "32" in message and "48" in message
-    message = head.refusal(facts=TargetFacts(tiny.HIDDEN, 96, 8))
+    message = head.refusal(facts=TargetSizes(tiny.HIDDEN, 96, 8))
     assert "64" in message and "96" in message
 
 

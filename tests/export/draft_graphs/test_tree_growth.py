@@ -18,8 +18,9 @@ from eagle3.export.draft_graphs.tree_growth import (
     ordered_by_id,
 )
 from eagle3.export.graphs.graph_builder import GraphBuilder
-from eagle3.plans.plan import TreePlan
-from eagle3.runtime.trees.tree import DynamicTree, Tree
+from eagle3.plans.tree_plan import TreePlan
+from eagle3.runtime.trees.dynamic import DynamicTree
+from eagle3.runtime.trees.tree import Tree
 
 BATCH = 10
 ROOT_POSITION = 100

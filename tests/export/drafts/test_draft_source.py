@@ -23,7 +23,7 @@ from eagle3.export.add_draft import AddRequest, add_draft
 from eagle3.export.drafts import model_draft as draft_model
 from eagle3.export.drafts.draft_source import DraftSource, is_causal_lm
 from eagle3.export.graphs.weights import StoredGraph
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.bundle_facts import bundle_facts
 from eagle3.runtime.bundle.describe import cache_bytes, description_lines
 from eagle3.runtime.bundle.folder import Bundle, write_manifest

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from eagle3.export.graphs import attention
 from eagle3.export.graphs import tracer as onnx_graph
-from eagle3.export.graphs.attention import LOWERINGS, key_window
+from eagle3.export.graphs.attention import key_window
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.shapes import fix_shapes
 from eagle3.export.graphs.tracer import trace
 from eagle3.export.graphs.weights import store_for_matmul

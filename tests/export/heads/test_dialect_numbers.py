@@ -15,13 +15,13 @@ from dialects import Written
 from plain_head import TOLERANCE, causal_attention, check_draft_tree
 
 import eagle3
-from eagle3.export.checks.self_check import relative_error
+from eagle3.export.checks.reference import relative_error
 from eagle3.export.draft_graphs.head_modules import build_head, embedding_table
-from eagle3.export.heads.head_config import Head, TargetFacts
+from eagle3.export.heads.head_config import Head, TargetSizes
 from eagle3.export.heads.reader import read_head, reread
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.ort.draft_engine import DraftEngine
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 NUM_LAYERS = 2
 PROMPT = list(range(5, 19))
@@ -80,8 +80,8 @@ def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
     return tiny.save_target(tmp_path_factory.mktemp("target"), target)
 
 
-def facts(model: Any) -> TargetFacts:
-    return TargetFacts(tiny.HIDDEN, 64, NUM_LAYERS, model.get_input_embeddings().weight)
+def facts(model: Any) -> TargetSizes:
+    return TargetSizes(tiny.HIDDEN, 64, NUM_LAYERS, model.get_input_embeddings().weight)
 
 
 def reference(written: Written, folder: Path, model: Any) -> ReferenceHead:

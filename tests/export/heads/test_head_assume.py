@@ -12,12 +12,12 @@ from dialects import Written
 
 from eagle3 import cli
 from eagle3.export.heads.assume import parse_assumptions
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.runtime.bundle.describe import description_lines
 from eagle3.runtime.errors import CheckpointError
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=2)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=2)
 
 
 def test_keys_and_values() -> None:
@@ -64,7 +64,7 @@ def test_what_does_not_fit_the_head(
     """Nothing is dropped in silence, also no word of the user."""
     head = Written("specforge").save(tmp_path, llama)
     with pytest.raises(CheckpointError) as caught:
-        read_head(head, TargetFacts(tiny.HIDDEN, 64, num_layers=8), None, assume)
+        read_head(head, TargetSizes(tiny.HIDDEN, 64, num_layers=8), None, assume)
     assert says in str(caught.value)
 
 

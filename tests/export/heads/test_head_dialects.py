@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3.export.draft_graphs.head_modules import build_head
-from eagle3.export.heads.head_config import AUX_LAYERS, Head, TargetFacts
+from eagle3.export.heads.head_config import AUX_LAYERS, Head, TargetSizes
 from eagle3.export.heads.reader import read_head, reread
 from eagle3.runtime.errors import CheckpointError
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 NAMES = ("official", "specforge", "speculators")
 
 
@@ -40,12 +40,12 @@ class Checkpoint:
         self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         self.weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
 
-    def read(self, facts: TargetFacts = FACTS, **assume: str) -> Head:
+    def read(self, facts: TargetSizes = FACTS, **assume: str) -> Head:
         (self.folder / "config.json").write_text(json.dumps(self.config))
         save_file(self.weights, self.folder / "model.safetensors")
         return read_head(self.folder, facts, None, assume)
 
-    def refusal(self, facts: TargetFacts = FACTS, **assume: str) -> str:
+    def refusal(self, facts: TargetSizes = FACTS, **assume: str) -> str:
         with pytest.raises(CheckpointError) as caught:
             self.read(facts, **assume)
         return str(caught.value)

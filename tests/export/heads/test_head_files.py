@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.runtime.errors import CheckpointError
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ import torch
 from plain_head import TOLERANCE, PlainHead, causal_attention, check_draft_tree
 from safetensors.torch import load_file, save_file
 
-from eagle3.export.checks.self_check import relative_error
+from eagle3.export.checks.reference import relative_error
 from eagle3.export.draft_graphs.head_modules import build_head
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.ort.draft_engine import DraftEngine
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

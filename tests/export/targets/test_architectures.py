@@ -22,9 +22,9 @@ from architectures import CONTEXT, ROWS, WINDOW, Row
 from drafting import Forking, using
 
 import eagle3
-from eagle3.export.checks.self_check import relative_error
-from eagle3.export.graphs.attention import LOWERINGS
+from eagle3.export.checks.reference import relative_error
 from eagle3.export.graphs.experts import dense_experts
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import save
 from eagle3.export.graphs.weights import store_for_matmul
 from eagle3.export.targets.target import load_target, trace_target
@@ -32,8 +32,8 @@ from eagle3.plans.lint.ort_cuda_lint import lint_ort_cuda
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import EngineInfo, TensorSpec
 from eagle3.runtime.errors import UnsupportedModel
-from eagle3.runtime.ort.session import Clock
 from eagle3.runtime.ort.target_engine import TargetEngine
+from eagle3.runtime.stats import Clock
 from eagle3.runtime.trees.tree import Tree
 
 NUM_NEW = 48

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 
-from eagle3.export.checks.self_check import relative_error
+from eagle3.export.checks.reference import relative_error
 from eagle3.runtime.bundle.folder import Bundle
 
 TOLERANCE = 1e-4

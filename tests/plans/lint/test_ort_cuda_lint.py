@@ -15,8 +15,8 @@ from onnx.reference import ReferenceEvaluator
 
 from eagle3.export.draft_graphs.growth_attention import GrowthAttention, LayerSizes
 from eagle3.export.exporter import check_device_graphs
-from eagle3.export.graphs.attention import LOWERINGS
 from eagle3.export.graphs.graph_builder import GraphBuilder
+from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.plans.lint.ort_cuda_lint import lint_ort_cuda
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import BuildError

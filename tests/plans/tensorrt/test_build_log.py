@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 
-from eagle3.plans.tensorrt.build_log import Log, Progress
+from eagle3.plans.tensorrt.build_log import BuildProgress, Log
 
 
 class Terminal(io.StringIO):
@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def _some(progress: Progress) -> None:
+def _some(progress: BuildProgress) -> None:
     progress.start("Building engine", 6)
     progress._shown = 0.0
     progress.start("Optimizing graph", 30)
@@ -27,7 +27,7 @@ def _some(progress: Progress) -> None:
 
 def test_a_terminal_gets_one_line_that_goes_away() -> None:
     stream = Terminal()
-    _some(Progress("target", stream))
+    _some(BuildProgress("target", stream))
     lines = stream.getvalue().split("\r\x1b[K")
     assert lines == [
         "",
@@ -41,7 +41,7 @@ def test_a_terminal_gets_one_line_that_goes_away() -> None:
 
 def test_anything_else_gets_nothing() -> None:
     stream = io.StringIO()
-    _some(Progress("target", stream))
+    _some(BuildProgress("target", stream))
     assert stream.getvalue() == ""
 
 

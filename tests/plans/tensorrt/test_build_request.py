@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
 from eagle3.plans.tensorrt.build_request import (
     BuildRequest,
     profiles,
@@ -15,6 +15,7 @@ from eagle3.plans.tensorrt.build_request import (
     request_from_plan,
     resolved,
 )
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import EngineInfo, TensorSpec
 from eagle3.runtime.errors import BuildError

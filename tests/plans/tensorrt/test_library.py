@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import eagle3.plans
+import eagle3.plans.tensorrt
 from eagle3.plans.commands.build_command import build_exported
 from eagle3.plans.tensorrt import library as tensorrt_library
 from eagle3.plans.tensorrt.library import find_library, polygraphy_of, target_capability
@@ -129,7 +129,7 @@ def test_an_export_that_cannot_build_says_that_the_bundle_is_there(
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.delitem(sys.modules, "eagle3.plans.tensorrt.plan_builder", raising=False)
     monkeypatch.delitem(sys.modules, "eagle3.plans.lint.tensorrt_lint", raising=False)
-    monkeypatch.delattr(eagle3.plans, "tensorrt_build", raising=False)
+    monkeypatch.delattr(eagle3.plans.tensorrt, "plan_builder", raising=False)
     with pytest.raises(
         EngineMissing, match=rf"needs onnx .*; then run `eagle3 build {bundle.root}"
     ):

@@ -22,14 +22,14 @@ from tensorrt_graphs import CachedAttention, widened
 from eagle3.cli import main
 from eagle3.export.checks.self_check import TOLERANCE, check_bundle
 from eagle3.export.draft_graphs.head_modules import build_head
-from eagle3.export.drafts.draft_source import HeadDraft
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.drafts.head_draft import HeadDraft
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.export.publish import check_output
-from eagle3.export.targets.target import DTYPES, load_target
+from eagle3.export.targets.target import TORCH_DTYPES, load_target
 from eagle3.plans.lint.tensorrt_lint import lint
 from eagle3.plans.tensorrt import plan_builder as tensorrt_build
-from eagle3.plans.tensorrt.build_log import Progress, captured
+from eagle3.plans.tensorrt.build_log import BuildProgress, captured
 from eagle3.plans.tensorrt.build_request import BuildRequest
 from eagle3.plans.tensorrt.library import Library, find_library, polygraphy_of
 from eagle3.plans.tensorrt.network import check_network, parse
@@ -150,9 +150,9 @@ def test_the_bfloat16_graphs_compute_what_pytorch_does(
     wide = _wide_bundle(bundle, tmp_path / "wide")
     target = load_target(str(folder), "bfloat16", max_seq_len=128)
     target.model.float()
-    facts = TargetFacts(tiny.HIDDEN, target.vocab_size, LAYERS)
+    facts = TargetSizes(tiny.HIDDEN, target.vocab_size, LAYERS)
     head = read_head(str(head_folder), facts)
-    module = build_head(head, DTYPES["bfloat16"]).float()
+    module = build_head(head, TORCH_DTYPES["bfloat16"]).float()
     table = target.model.get_input_embeddings().weight.detach()
     draft = HeadDraft(head, module, table)
     check = check_bundle(wide, target, {"eagle3": draft}, lambda _: None)
@@ -283,11 +283,11 @@ def test_ctrl_c_ends_a_build_and_leaves_nothing_half(
 ) -> None:
     shown: list[str] = []
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: BuildProgress) -> None:
         shown.append(progress.title)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Progress, "show", interrupt)
+    monkeypatch.setattr(BuildProgress, "show", interrupt)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         build_bundle(llama16.root, REQUEST)

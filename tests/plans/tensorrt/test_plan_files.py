@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from eagle3.plans.tensorrt.build_request import BuildRequest, profiles
+from eagle3.plans.tensorrt.plan_file_text import plan_files_json, plan_files_text
 from eagle3.plans.tensorrt.plan_files import (
     LayerCounts,
     PlanFile,
@@ -189,13 +190,17 @@ def test_what_no_build_wrote_is_seen(built: Bundle) -> None:
 
 def test_inspect_shows_them(built: Bundle) -> None:
     plan_file(built, "eagle3.draft", sources={"eagle3.draft.onnx": "2" * 64})
-    lines = [line for line in description_lines(built) if line.startswith("plan file")]
+    lines = [
+        line
+        for line in description_lines(built, plan_files_text(built))
+        if line.startswith("plan file")
+    ]
     assert len(lines) == 4
     assert (
         "target: 14 bytes for compute capability 8.9 (tensorrt-rtx 1.7.1.116, built in 1.2 s);"
         " verify 1-33 rows, prefill 1-16 rows; 2 caches written in place, 1 of 1 attentions fused"
     ) in lines[3]
     assert "STALE, made from another eagle3.draft.onnx: build it again" in lines[0]
-    files = json.loads(json.dumps(describe(built)))["plan_files"]
+    files = json.loads(json.dumps(describe(built, plan_files_json(built))))["plan_files"]
     assert [each["stale"] for each in files] == [True, False, False, False]
     assert files[3]["path"].endswith("target.plan") and files[3]["aliases"]

@@ -11,9 +11,10 @@ from eagle3.export import exporter as build
 from eagle3.export.checks.self_check import SelfCheck
 from eagle3.export.drafts.draft_source import DraftSource
 from eagle3.export.exporter import ExportRequest, export_bundle
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
 from eagle3.plans.tensorrt.build_request import BuildRequest
 from eagle3.plans.tensorrt.plan_builder import build_bundle
+from eagle3.plans.tree_plan import TreePlan
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 pytest.importorskip("polygraphy", reason="polygraphy is not installed")

@@ -10,7 +10,8 @@ import tiny
 
 from eagle3.export.targets.checkpoint_facts import draft_facts, target_facts
 from eagle3.plans.memory import memory
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.bundle_facts import bundle_facts, differences
 from eagle3.runtime.bundle.describe import cache_bytes
 from eagle3.runtime.bundle.folder import Bundle

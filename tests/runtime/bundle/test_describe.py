@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import eagle3
-from eagle3.plans.plan import TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.describe import (
     as_text,
     cache_bytes,

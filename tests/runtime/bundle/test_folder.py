@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle import folder as bundle_module
 from eagle3.runtime.bundle.folder import Bundle, describe_files, write_manifest
 from eagle3.runtime.bundle.manifest import (

@@ -9,7 +9,7 @@ import pytest
 
 from eagle3.runtime.checks import doctor
 from eagle3.runtime.errors import EngineMissing
-from eagle3.runtime.ort import session
+from eagle3.runtime.ort import ort_library
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, packages: set[str], gpu: str | None = None) -> None:
@@ -22,7 +22,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, packages: set[str], gpu: str | None
             raise EngineMissing("no engine package is installed: pip install 'eagle3[cpu]'")
         return SimpleNamespace(get_available_providers=lambda: ["CPUExecutionProvider"])
 
-    monkeypatch.setattr(session, "import_onnxruntime", import_onnxruntime)
+    monkeypatch.setattr(ort_library, "import_onnxruntime", import_onnxruntime)
 
 
 def advice(found: doctor.Diagnosis, name: str) -> str:

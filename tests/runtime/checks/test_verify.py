@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import eagle3
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.acceptance import accept, rules
 from eagle3.runtime.acceptance.accept import Accepted
+from eagle3.runtime.checks.noise import measure_noise
 from eagle3.runtime.checks.rejection_check import RejectionCheck, significant
-from eagle3.runtime.checks.verify import VerifyReport, measure_noise, verify
+from eagle3.runtime.checks.verify import VerifyReport, verify
 from eagle3.runtime.errors import RequestError
 from eagle3.runtime.text.prompt_files import PROMPTS, load_prompts
 from eagle3.runtime.trees.tree import Tree
@@ -129,9 +130,9 @@ def test_noise_is_that_of_the_engine(
         logits[:, logits[0].argmax()] += 0.25 * (tree.num_nodes > 1)
         return SimpleNamespace(logits=logits)
 
-    assert measure_noise(engine, [3, 5, 7] * 20) < 1e-3
+    assert measure_noise(engine, [3, 5, 7] * 20, 11) < 1e-3
     monkeypatch.setattr(engine.target, "verify", noisy)
-    assert measure_noise(engine, [3, 5, 7] * 20) > 0.01
+    assert measure_noise(engine, [3, 5, 7] * 20, 11) > 0.01
 
 
 def test_no_prompts_are_refused(engine: eagle3.Engine) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle3
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.lookup import LookupDrafter, NgramIndex

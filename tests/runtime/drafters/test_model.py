@@ -15,7 +15,7 @@ import torch
 import eagle3
 from eagle3.export.add_draft import AddRequest, add_draft
 from eagle3.export.drafts.draft_source import DraftSource
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.model import ModelDrafter

@@ -20,7 +20,7 @@ from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.gpu.load import load_engines
 from eagle3.runtime.gpu.ort_cuda_engine import OrtCuda
 from eagle3.runtime.gpu.tensorrt_engine import TensorRT
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 
 @dataclass

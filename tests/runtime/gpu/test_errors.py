@@ -37,7 +37,7 @@ from eagle3.runtime.gpu.device import Device, graph_widths
 from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.gpu.load import chosen_backend, load_device
 from eagle3.runtime.gpu.tensorrt_engine import PlanEngine, TensorRT, load_plan_engines
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 BAD = 30  # a token whose embedding is NaN
 NEVER_BAD = {1: -100.0, BAD: -1000.0}

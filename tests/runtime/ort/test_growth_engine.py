@@ -11,14 +11,15 @@ import pytest
 import tiny
 
 import eagle3
-from eagle3.plans.plan import Plan, TreePlan
+from eagle3.plans.plan import Plan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.base import DraftRequest
 from eagle3.runtime.drafters.eagle import EagleDrafter
 from eagle3.runtime.errors import BundleError
 from eagle3.runtime.ort.draft_engine import DraftEngine
 from eagle3.runtime.ort.growth_engine import GrowthEngine, grown_tree
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 
 ENGINE = "eagle3.draft_tree"
 PROMPT = list(range(5, 30))

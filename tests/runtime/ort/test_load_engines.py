@@ -20,7 +20,10 @@ from eagle3.runtime.errors import BundleError, EngineError
 from eagle3.runtime.ort import candidates, session
 from eagle3.runtime.ort import draft_engine as draft
 from eagle3.runtime.ort import target_engine as target
-from eagle3.runtime.ort.session import Bound, Buffer, Clock, Session, load_session
+from eagle3.runtime.ort.kv_cache import Buffer
+from eagle3.runtime.ort.session import Session, load_session
+from eagle3.runtime.ort.signature import Bound
+from eagle3.runtime.stats import Clock
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -188,7 +191,7 @@ def fuse_session(bundle: Bundle) -> Session:
     return load_session(bundle, "eagle3.draft_fuse", Bound(info.inputs, info.outputs), 1, Clock())
 
 
-def fuse_values(count: int, name: str = "features") -> session.Values:
+def fuse_values(count: int, name: str = "features") -> session.OrtValues:
     features, hidden = Buffer(count * 96, "float32"), Buffer(count * 32, "float32")
     return {name: features.value(1, count, 96)}, {"hidden": hidden.value(1, count, 32)}
 
@@ -207,7 +210,7 @@ def test_the_oldest_bindings_are_dropped(bundle: Bundle, monkeypatch: pytest.Mon
     bound: list[int] = []
 
     def run(count: int) -> None:
-        def values() -> session.Values:
+        def values() -> session.OrtValues:
             bound.append(count)
             return fuse_values(count)
 

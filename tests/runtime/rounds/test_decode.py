@@ -13,7 +13,8 @@ from drafting import Forking, Oracle, Positions, using
 import eagle3
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.drafters.base import DraftRequest
-from eagle3.runtime.ort.session import KvCache, Session
+from eagle3.runtime.ort.kv_cache import KvCache
+from eagle3.runtime.ort.session import Session
 from eagle3.runtime.trees.tree import Tree
 
 PROMPT = list(range(5, 25))

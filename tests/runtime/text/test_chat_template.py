@@ -12,12 +12,9 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import Manifest
 from eagle3.runtime.errors import BundleError, RequestError
-from eagle3.runtime.text.chat_template import (
-    ChatTemplate,
-    as_messages,
-    encode_prompt,
-    load_tokenizer,
-)
+from eagle3.runtime.text.chat_template import ChatTemplate, as_messages
+from eagle3.runtime.text.prompt_encoding import encode_prompt
+from eagle3.runtime.text.tokenizer import load_tokenizer
 
 CHATML = """{% for message in messages %}
 {% if loop.first and message['role'] != 'system' %}<|im_start|>system

@@ -19,13 +19,9 @@ from tokenizers import (
 )
 
 from eagle3.runtime.errors import RequestError
-from eagle3.runtime.text.text_stream import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    Detokenizer,
-    StopStrings,
-    TextStream,
-)
+from eagle3.runtime.text.detokenizer import Detokenizer
+from eagle3.runtime.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS, StopStrings
+from eagle3.runtime.text.text_stream import TextStream
 
 CORPUS = ["the quick brown fox jumps", "über naïve café 日本語 😀😀", "    def f(x):\n\treturn x"]
 SPECIAL = AddedToken("<|end|>", special=True)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.plans.plan import TreePlan
 from eagle3.plans.tree_paths import STATIC_TREES, TreePaths
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.trees.builder import TreeBuilder, tree_builder
 from eagle3.runtime.trees.static import StaticTree
 from eagle3.runtime.trees.tree import Tree

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle3.runtime.trees.tree import DynamicTree, Tree
+from eagle3.runtime.trees.dynamic import DynamicTree
+from eagle3.runtime.trees.tree import Tree
 
 ROOT = 99
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eagle3.runtime.errors import DataError
 from eagle3.train.data.entries import Answer, BrokenLine, Entry, entry_of_line, entry_of_row
-from eagle3.train.data.prompt_selection import Evaluation, Selection, read_evaluation
+from eagle3.train.data.prompt_selection import EvaluationTurns, Selection, read_evaluation
 
 LONG = "How many apples has Ann, who had 17 and gave 4 of them away?"
 
@@ -25,8 +25,8 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def selected(*files: Path, evaluation: Evaluation | None = None) -> Selection:
-    selection = Selection(evaluation or Evaluation())
+def selected(*files: Path, evaluation: EvaluationTurns | None = None) -> Selection:
+    selection = Selection(evaluation or EvaluationTurns())
     selection.add_files(files)
     return selection
 
@@ -178,7 +178,7 @@ def test_duplicates_are_dropped_and_the_answer_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_is_forgotten() -> None:
-    selection = Selection(Evaluation())
+    selection = Selection(EvaluationTurns())
     for prompt in "abc":
         selection.add(Entry(prompt))
     selection.cut(1)
@@ -206,7 +206,7 @@ def test_what_is_cut_is_forgotten() -> None:
     ],
 )
 def test_an_evaluation_prompt_is_refused(prompt: str, refused: bool) -> None:
-    assert Evaluation(["short one?", LONG, " "]).has(prompt) is refused
+    assert EvaluationTurns(["short one?", LONG, " "]).has(prompt) is refused
 
 
 @settings(max_examples=200, deadline=None)
@@ -229,7 +229,7 @@ def test_containment_is_what_it_says(
         text == turn or (len(turn) >= 50 and turn in text) or (len(text) >= 50 and text in turn)
         for turn in every
     )
-    assert Evaluation(turns).has(prompt) is expected
+    assert EvaluationTurns(turns).has(prompt) is expected
 
 
 def test_evaluation_files(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_without_template_a_prompt_is_used_as_it_is(talker: Path) -> None:
 def test_the_light_texts_are_those_of_the_bundle(texts: TargetTexts, talker_bundle: Path) -> None:
     """No weight is read for them."""
     from eagle3.runtime.bundle.folder import Bundle
-    from eagle3.runtime.text.chat_template import load_tokenizer
+    from eagle3.runtime.text.tokenizer import load_tokenizer
 
     bundle = Bundle.open(talker_bundle)
     target: Any = bundle.manifest.target

@@ -12,11 +12,11 @@ import tiny
 from training_data import data_folder
 
 import eagle3
-from eagle3.plans.plan import TreePlan
+from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import DataError
 from eagle3.runtime.stats import Stats
 from eagle3.train.evaluation.evaluate import evaluate, held_out_agreement
-from eagle3.train.evaluation.measure import Evaluation, Task
+from eagle3.train.evaluation.measure import Evaluation, TaskResult
 from eagle3.train.loop.train_head import train_head
 from eagle3.train.requests.eval_request import EvalRequest
 from eagle3.train.requests.recipe import Recipe, TrainRequest
@@ -64,7 +64,7 @@ def test_tau_is_what_decoding_gives(request_: EvalRequest) -> None:
 
 
 def test_requests_add_up() -> None:
-    task = Task("all")
+    task = TaskResult("all")
     task.add(
         Stats(
             rounds=4,

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from training_data import conversations, data_folder
 
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.export.targets.target import load_target
 from eagle3.runtime.errors import DataError, TrainingError
@@ -29,7 +29,7 @@ from eagle3.train.loop.train_head import train_head
 from eagle3.train.requests.recipe import Recipe, TrainRequest
 
 RECIPE = {"epochs": 2, "batch_tokens": 64, "ttt_steps": 3, "draft_vocab_size": 40, "holdout": 0.1}
-FACTS = TargetFacts(hidden_size=32, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=32, vocab_size=64, num_layers=8)
 
 
 def store_features(data: Path, target: Path) -> None:

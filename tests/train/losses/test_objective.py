@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.export.draft_graphs.head_modules import build_eagle1_head, build_head
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
+from eagle3.train.batches.batch import Batch
 from eagle3.train.losses.loss import cross_entropy
-from eagle3.train.losses.objective import Batch, Eagle1Objective, Eagle3Objective, Rows
+from eagle3.train.losses.objective import Eagle1Objective, Eagle3Objective, Rows
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 
 
 @pytest.fixture()

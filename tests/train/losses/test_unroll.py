@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3.export.draft_graphs.head_modules import build_eagle1_head, build_head
-from eagle3.export.heads.head_config import TargetFacts
+from eagle3.export.heads.head_config import TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.ort.draft_engine import DraftEngine
-from eagle3.runtime.ort.session import Clock
+from eagle3.runtime.stats import Clock
 from eagle3.train.losses.unroll import UnrolledAttention, shifted, unrolled
 
-FACTS = TargetFacts(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
+FACTS = TargetSizes(hidden_size=tiny.HIDDEN, vocab_size=64, num_layers=8)
 STEPS = 5
 LENGTH = 14
 
