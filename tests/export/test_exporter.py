@@ -236,9 +236,7 @@ def test_the_largest_block_that_divides_is_taken() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "lowering"), [("float32", "ort"), ("float16", "ort"), ("float16", "portable")]
-)
+@pytest.mark.parametrize(("dtype", "lowering"), [("float32", "ort"), ("float16", "portable")])
 def test_an_int8_head_costs_acceptance_at_most(
     small_folder: Path, small: Any, tmp_path: Path, dtype: str, lowering: str
 ) -> None:
