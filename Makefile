@@ -43,7 +43,7 @@ $(TARGET): demo/fetch_target.py | .venv/installed
 	touch "$@"
 
 # int8 weights and this tree: measured, see docs/decisions.md.
-$(BUNDLE)/manifest.json: $(TARGET) $(wildcard demo/head/*) $(shell find export -name "*.py") plans/plan.py
+$(BUNDLE)/manifest.json: $(TARGET) $(wildcard demo/head/*) $(shell find export -name "*.py") plans/plan.py plans/tree_plan.py
 	$(BIN)/eagle3 export --target "$(TARGET)" --draft demo/head -o "$(BUNDLE)" --force \
 		--draft-weights int8 --draft-top-k 3 --draft-depth 3 --num-draft-tokens 5
 

@@ -1,7 +1,7 @@
-"""`eagle3 export --add-draft`: one more draft for a bundle that is there.
+"""Adds a draft to an existing bundle (`eagle3 export --add-draft`).
 
-The target's graph stays as it is, so a head must be content with the hidden states that it puts
-out. The bundle is replaced at the end, or stays as it was (`publish.py`).
+The target's graph stays unchanged, so a head must use hidden states that it already outputs. The
+bundle is replaced at the end, or stays as it was (`publish.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from eagle3.runtime.errors import BundleError, ExportError, SelfCheckFailed
 
 @dataclass(frozen=True)
 class AddRequest:
-    """A draft for a bundle that is there. target: what the bundle was exported from; force: it
-    replaces a draft of its name."""
+    """A draft for an existing bundle. target: the source that the bundle was exported from. force:
+    replace a draft of the same name.
+    """
 
     target: str
     draft: DraftSource
@@ -55,14 +56,15 @@ class AddRequest:
 def add_draft(
     request: AddRequest, report: Callable[[str], None] = lambda _: None
 ) -> tuple[Bundle, SelfCheck]:
-    """Adds a draft to the bundle request.output, behind its others; the target's graph stays.
+    """Add a draft to the bundle request.output, after its other drafts. The target's graph stays.
 
-    The bundle is replaced at the end, or stays as it is. Raises ExportError: also where the target
-    does not put out what a head fuses, or is not the bundle's own; BundleError for no bundle.
+    The bundle is replaced at the end, or stays as it was. Raises ExportError, also if the target
+    does not output the layers that a head fuses or is not the bundle's target, and BundleError if
+    there is no bundle.
     """
     check_output(request.output, force=True)
     bundle = Bundle.open(request.output)
-    is_causal_lm(request.draft.source)  # a wrong one is said before the long work
+    is_causal_lm(request.draft.source)  # reports an invalid draft before the long work
     before = bundle.manifest
     plan = replace(before.plan, tree=request.tree, draft_weights=request.draft_weights)
     report(f"loading target {request.target}")
@@ -79,7 +81,7 @@ def add_draft(
         refuse_name_twice(name, before.drafts)
     _refuse_other_layers(request, draft, before.target)
     with staging(request.output) as folder:
-        own = f"{name}."  # what a draft of this name has in the bundle begins so
+        own = f"{name}."  # names of this draft's files in the bundle begin with it
         kept = [file for file in before.files if not file.startswith(own)]
         copy_files(bundle, kept, folder)
         engines = write_draft(folder, name, draft, target, stored, plan, report)
@@ -109,34 +111,40 @@ def add_draft(
 
 
 def _refuse_changed(output: Path, before: Manifest) -> None:
-    """Much time has passed: another draft may have been added, and would be lost."""
+    """Raise ExportError if the bundle changed meanwhile: another draft may have been added and
+    would be lost.
+    """
     if Bundle.open(output).manifest != before:
         raise ExportError(f"{output} was changed by another export meanwhile: run this one again")
 
 
 def _copy_plan_files(root: Path, folder: Path, own: str) -> None:
-    """TensorRT's files of the engines that stay; they are in no manifest, and long to build."""
+    """Copy TensorRT's files of the engines that stay. They are not in the manifest and take long
+    to build.
+    """
     if (root / FOLDER).is_dir():
         shutil.copytree(root / FOLDER, folder / FOLDER, ignore=shutil.ignore_patterns(f"{own}*"))
 
 
 def _refuse_other_target(source: str, target: Target, bundle: Bundle, stored: StoredGraph) -> None:
-    """Sizes and embedding tell it from others of its family; the self-check tells the rest."""
+    """Raise ExportError unless sizes and embedding match. The self-check finds other
+    differences.
+    """
     info = bundle.manifest.target
     found = target_info(target, info.aux_layer_ids)
     for field in ("architecture", "vocab_size", "hidden_size", "num_layers", "num_kv_heads"):
         own, other = getattr(info, field), getattr(found, field)
         if own != other:
             raise ExportError(
-                f"{bundle.root} was exported from another target than {source}: its {field} is"
-                f" {own}, not {other}; give the target that its manifest names, {info.source}"
+                f"{bundle.root} was not exported from {source}: its {field} is"
+                f" {own}, not {other}; use the target named in its manifest, {info.source}"
             )
     embedding = stored.weights.get(embedding_name(stored.graph))
     own = target.model.get_input_embeddings().weight.detach().float().numpy()
     if embedding is not None and not np.array_equal(embedding.numpy().astype(np.float32), own):
         raise ExportError(
-            f"{bundle.root} was exported from another target than {source}: their embeddings"
-            f" differ; give the target that its manifest names, {info.source}"
+            f"{bundle.root} was not exported from {source}: their embeddings"
+            f" differ; use the target named in its manifest, {info.source}"
         )
 
 
@@ -145,16 +153,19 @@ def _refuse_other_layers(request: AddRequest, draft: Draft, target: TargetInfo) 
     if missing:
         raise ExportError(
             f"draft {request.draft.source} fuses hidden_states {[*draft.aux_layer_ids]}, but the"
-            f" target of {request.output} puts out {[*target.aux_layer_ids] or 'none'}, and its"
-            " graph is not traced again here; export the bundle anew with a --draft for each head"
+            f" target of {request.output} outputs only {[*target.aux_layer_ids] or 'none'}, and"
+            " --add-draft does not trace it again; export the bundle again with --draft per head"
         )
 
 
 def _refuse_altered(bundle: Bundle, kept: Sequence[str], described: Manifest) -> None:
-    """Files that stay must be what the manifest said, or a damaged one would be described anew."""
+    """Raise ExportError if a file that stays differs from the manifest; otherwise a damaged file
+    would get a valid hash.
+    """
     for name in kept:
         if described.files[name] != bundle.manifest.files[name]:
             raise BundleError(
-                f"{bundle.root / name} is foreign or altered: its SHA-256 is not the manifest's;"
+                f"{bundle.root / name} is not the exported file: its SHA-256 differs from the"
+                f" manifest's;"
                 " copy the bundle or export it again"
             )

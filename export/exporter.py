@@ -1,6 +1,6 @@
-"""`eagle3 export`: a target and its drafts in, a checked bundle out.
+"""Exports a target and its drafts into a checked bundle (`eagle3 export`).
 
-All of it is made in a temporary folder that becomes the bundle at the end (`publish.py`).
+Everything is written into a temporary folder that becomes the bundle at the end (`publish.py`).
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Drafts = Mapping[str, Draft]  # by name in the bundle, the default first
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export, into which plan, whose tree and draft weights are those of every draft.
+    """What to export. The plan's tree and draft weights apply to every draft.
 
-    drafts: the default first; none for plain decoding. assume: KEY=VALUE, what the user decides
-    where a head's checkpoint leaves it open.
+    drafts: the default first; empty for plain decoding. assume: KEY=VALUE, decisions of the user
+    where a head's checkpoint is ambiguous.
     """
 
     target: str
@@ -61,7 +61,7 @@ class ExportRequest:
 
 
 class ReadsDrafts(Protocol):
-    """What a request says about reading any draft."""
+    """The fields of a request that matter for reading a draft."""
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...] | None: ...
@@ -76,15 +76,15 @@ class ReadsDrafts(Protocol):
 def export_bundle(
     request: ExportRequest, report: Report = lambda _: None
 ) -> tuple[Bundle, SelfCheck]:
-    """Exports, checks, and moves the finished bundle to request.output.
+    """Export, check, and move the finished bundle to request.output.
 
-    Raises PlanError, ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed) and leaves
-    no trace.
+    Raises PlanError and ExportError (UnsupportedModel, CheckpointError, SelfCheckFailed); a failed
+    export leaves nothing behind.
     """
     request.plan.require_built()
     check_output(request.output, request.force)
     plan = request.plan
-    # A wrong one is said before the long work.
+    # Report invalid assumptions before the long work.
     parse_assumptions(request.assume)
     heads = [each.source for each in request.drafts if not is_causal_lm(each.source)]
     _refuse_options_of_one_head(request, heads)
@@ -104,7 +104,7 @@ def export_bundle(
         engines = _write_engines(folder, target, drafts, plan, report)
         check_device_graphs(folder, engines, plan)
         check = _finish(folder, target, drafts, engines, request, report)
-        check_output(request.output, request.force)  # again: much time has passed
+        check_output(request.output, request.force)  # again, since much time has passed
         publish(folder, request.output)
     return Bundle.open(request.output), check
 
@@ -114,19 +114,19 @@ def _refuse_options_of_one_head(request: ExportRequest, heads: Sequence[str]) ->
     for option in (name for name, is_given in given.items() if is_given):
         if not heads:
             raise ExportError(
-                f"{option} says how to read a draft head, and there is none: leave it out"
+                f"{option} applies to draft heads only, and there is none: leave it out"
             )
         if len(heads) > 1:
             raise ExportError(
-                f"{option} is of one head, here are {len(heads)}: {', '.join(heads)}; export one of"
-                " them, and bring in the others with --add-draft"
+                f"{option} applies to one head, got {len(heads)}: {', '.join(heads)}; export one of"
+                " them, and add the others with --add-draft"
             )
 
 
 def load_named(
     source: DraftSource, target: Target, plan: Plan, request: ReadsDrafts
 ) -> tuple[str, Draft]:
-    """A draft and its name in the bundle."""
+    """Return a draft and its name in the bundle."""
     draft = load_draft(
         source.source,
         target,
@@ -141,15 +141,17 @@ def load_named(
 def refuse_name_twice(name: str, others: Mapping[str, Any]) -> None:
     if name in others:
         raise ExportError(
-            f"there is a drafter {name} already, beside {', '.join(others)}: give this one a name"
-            " of its own, as in mine=PATH, or with --add-draft pass --force to replace the other"
+            f"drafter {name} already exists (drafters: {', '.join(others)}): use another name, as"
+            " in mine=PATH, or pass --force with --add-draft to replace it"
         )
 
 
 def _write_engines(
     folder: Path, target: Target, drafts: Drafts, plan: Plan, report: Report
 ) -> dict[str, EngineInfo]:
-    """The target, which puts out what any of the drafts fuses, and the engines of each draft."""
+    """Write the target, which outputs all layers that the drafts fuse, and the engines of each
+    draft.
+    """
     report(f"tracing {target.architecture} ({plan.lowering} lowering)")
     lowering = LOWERINGS[plan.lowering]
     model = trace_target(target, lowering, _aux_layer_ids(drafts), plan.cache_capacity)
@@ -162,8 +164,9 @@ def _write_engines(
 
 
 def check_device_graphs(folder: Path, engines: Mapping[str, EngineInfo], plan: Plan) -> None:
-    """Raises BuildError where ONNX Runtime's CUDA provider would leave the plan's graphs to the
-    CPU."""
+    """Raise BuildError if ONNX Runtime's CUDA provider would run nodes of the plan's graphs on the
+    CPU.
+    """
     if plan.backend == "ort-cuda":
         for name, engine in engines.items():
             if name == "target" or name.endswith(f".{GROWTH}"):
@@ -183,7 +186,7 @@ def write_draft(
     plan: Plan,
     report: Report,
 ) -> dict[str, EngineInfo]:
-    """The engines of a draft, written and described by their names in the bundle."""
+    """Write the engines of a draft and describe them, by their names in the bundle."""
     report(f"tracing the draft {name}")
     engines = {}
     written: dict[str, ir.ExternalTensor] = {}
@@ -195,14 +198,16 @@ def write_draft(
         if is_int8 and LOWERINGS[plan.lowering].fuses:
             unshare_int8(graph)
         shared = draft.shared(graph, stored) if role == "draft" else {}
-        if role == GROWTH:  # its layers are copies of the other engines'
+        if role == GROWTH:  # its layers are copies of the other engines' layers
             sources = {own: own.partition("#")[0] for own in graph.graph.initializers}
             shared = {own: written[each] for own, each in sources.items() if each in written}
         engine = engine_name(name, role)
         written |= shared | save(graph, folder / f"{engine}.onnx", shared)
         engines[engine] = _describe(graph, f"{engine}.onnx")
     if draft.method in HEAD_METHODS and engine_name(name, GROWTH) not in engines:
-        report(f"no graph grows the tree of {name}, static or too large: it takes a call a level")
+        report(
+            f"no graph grows the tree of {name}, static or too large: it takes one call per level"
+        )
     draft.write_files(folder, name)
     return engines
 
@@ -229,7 +234,9 @@ def _finish(
     request: ExportRequest,
     report: Report,
 ) -> SelfCheck:
-    """Tokenizer, manifest, self-check; the manifest is written again with what was measured."""
+    """Write tokenizer and manifest, run the self-check, and write the manifest again with its
+    results.
+    """
     tokenizer, generation = write_tokenizer(target, folder)
     manifest = Manifest(
         created_by=_versions(),
@@ -258,7 +265,7 @@ def compare(folder: Path, target: Target, drafts: Drafts, report: Report) -> Sel
 
 
 def with_checks(manifest: Manifest, check: SelfCheck) -> Manifest:
-    """With what was measured of each draft."""
+    """Return the manifest with the results of each draft."""
     drafts = {
         name: replace(info, checks=check.drafts.get(name, info.checks))
         for name, info in manifest.drafts.items()

@@ -1,6 +1,6 @@
-"""Where a bundle comes to stand: in a temporary folder beside its place, and renamed at the end.
+"""Writes a bundle in a temporary folder beside its destination, and renames it at the end.
 
-So an export that is interrupted or fails its self-check leaves nothing half done.
+An export that is interrupted or fails its self-check therefore leaves nothing incomplete.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from eagle3.runtime.errors import ExportError
 
 
 def check_output(output: Path, force: bool) -> None:
-    """An output that cannot or must not be written is said before the long work."""
+    """Raise ExportError, before the long work, if the output cannot or must not be written."""
     if output.name in ("", ".."):
-        raise ExportError(f"output {output} has no name of its own; give one, as in ./bundle")
+        raise ExportError(f"output {output} has no folder name; use one, as in ./bundle")
     with staging(output):
         pass
     if not output.exists():
@@ -31,17 +31,19 @@ def check_output(output: Path, force: bool) -> None:
     found = _foreign(output)
     if found:
         raise ExportError(
-            f"{output} exists and is not a bundle alone: {found}; it will not be replaced,"
+            f"{output} exists and is not only a bundle: {found}; it will not be replaced,"
             " so choose another folder, or move it away"
         )
 
 
 def _foreign(output: Path) -> str:
-    """What `output` holds that no export wrote, in words; empty for a bundle or an empty folder."""
+    """Return what `output` contains that no export wrote, in words; "" for a bundle or an empty
+    folder.
+    """
     try:
-        names = {path.name for path in output.iterdir()}  # a bundle has no folders in it
+        names = {path.name for path in output.iterdir()}  # the manifest does not list folders
     except OSError as error:
-        return f"it is no folder that can be read ({error.strerror})"
+        return f"it is not a readable folder ({error.strerror})"
     if not names:
         return ""
     try:
@@ -49,7 +51,9 @@ def _foreign(output: Path) -> str:
     except (OSError, ValueError):
         return f"it has no readable {MANIFEST_NAME}, but {_some(names)}"
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        return f"its {MANIFEST_NAME} has not the format {FORMAT!r}; it holds {_some(names)}"
+        return (
+            f"its {MANIFEST_NAME} does not have the format {FORMAT!r}; it contains {_some(names)}"
+        )
     listed = manifest.get("files")
     others = names - {MANIFEST_NAME, *(listed if isinstance(listed, dict) else ())}
     if FOLDER in others:
@@ -64,7 +68,9 @@ def _some(names: set[str]) -> str:
 
 @contextmanager
 def staging(output: Path) -> Iterator[Path]:
-    """A temporary folder on the output's file system, gone unless it was renamed."""
+    """Create a temporary folder on the output's file system. It is deleted unless it
+    was renamed.
+    """
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -78,11 +84,11 @@ def staging(output: Path) -> Iterator[Path]:
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Renames the finished folder to `output`; what stood there is deleted only after that.
+    """Rename the finished folder to `output`, and delete the previous one only after that.
 
-    If that fails, the old one is moved back, and where even that fails, it stays aside.
+    If that fails, the previous one is moved back; if even that fails, it is kept beside it.
     """
-    # Not with staging: that would delete what could not be moved back.
+    # Not with `staging`, which would delete what could not be moved back.
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.old.", dir=output.parent))
     old = aside / output.name
     try:
@@ -109,7 +115,7 @@ def _move_back(old: Path, output: Path) -> None:
 
 
 def copy_files(bundle: Bundle, names: Iterable[str], folder: Path) -> None:
-    """Files of a bundle in `folder` too. No hard links: readers of weights refuse them."""
+    """Copy files of a bundle into `folder`. Not as hard links, which readers of weights refuse."""
     for name in names:
         place = folder / name
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""What to build: static shapes, tree budget, precision, and what they cost on a device.
+"""Plans: static shapes, tree budget and precision of a bundle, and their cost on a device.
 
-A plan, its presets, memory and latency estimates belong here and know nothing of a bundle. The
-rooms below check graphs (`lint`), compile them (`tensorrt`) and hold the commands.
+This room holds `Plan`, the device presets, and the memory and latency estimates; these modules do
+not depend on bundles. The rooms below check ONNX graphs (`lint`), compile them to TensorRT plan
+files (`tensorrt`) and define the commands (`commands`).
 """

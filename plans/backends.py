@@ -1,7 +1,8 @@
-"""What contradicts what in a plan, and what no backend does yet.
+"""Backend names, and checks of the plan fields that depend on the backend.
 
-A contradiction can never be built and is refused when a `Plan` is made. What is merely not built
-yet (`unbuilt_reasons`) may be planned and reckoned with, and is refused by whoever builds or loads.
+These checks run when a `Plan` is created and reject values that no backend can ever build. Values
+that are valid but not implemented yet are allowed in a `Plan`, so that their memory and cost can be
+estimated; see `Plan.unbuilt`. Building or loading such a plan raises PlanError.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from eagle3.runtime.errors import PlanError
 
 TENSORRT_BACKENDS = ("tensorrt", "tensorrt-rtx")
 PADDED_BACKENDS = ("ort-cuda", *TENSORRT_BACKENDS)
-"""Backends that replay a recorded call, whose shapes are fixed: one recording a width."""
+"""Backends that replay captured calls. A captured call has fixed shapes, so there is one per
+width, and a verification is padded to the next width."""
 
-_FIRST_WIDTH = 8  # below it, a GPU call costs what one row costs: only plain decoding has its own
+# A GPU call of 2 to 8 rows costs as much as a call of one row, so no width in between is needed.
+_FIRST_WIDTH = 8
 
 
 def widths_up_to(rows: int) -> tuple[int, ...]:
-    """Widths that cover 1 .. `rows`: 1 for plain decoding, 8 and its doubles, and `rows` itself."""
+    """Return widths that cover calls of 1 to `rows` rows.
+
+    These are 1 for plain decoding, then 8, 16, 32, ... below `rows`, and `rows` itself.
+    """
     doubles = []
     width = _FIRST_WIDTH
     while width < rows:
@@ -29,37 +35,42 @@ def widths_up_to(rows: int) -> tuple[int, ...]:
 
 
 def widths_of(value: object, cover: int, max_seq_len: int) -> tuple[int, ...]:
-    """`verify_widths` as a tuple of int; empty stays empty.
+    """Return `verify_widths` as a tuple of int; an empty value stays empty.
 
-    cover: rows of the largest verification, the root and `max_draft_tokens`. Raises PlanError
-    unless they are ascending, cover it and fit the context.
+    cover: number of rows of the largest verification, that is the root and `max_draft_tokens`.
+    Raises PlanError unless the widths are ascending, reach `cover` and do not exceed `max_seq_len`.
     """
     if not isinstance(value, tuple | list) or any(
         not isinstance(each, Integral) or isinstance(each, bool) for each in value
     ):
-        raise PlanError(f"verify_widths is {value!r}: give a list of integers, as [1, 16, {cover}]")
+        raise PlanError(
+            f"verify_widths must be a list of integers such as [1, 16, {cover}], got {value!r}"
+        )
     widths = tuple(int(each) for each in value)
     if not widths:
         return widths
     if widths[0] < 1 or any(a >= b for a, b in zip(widths, widths[1:], strict=False)):
-        raise PlanError(f"verify_widths is {list(widths)}: each must be above the last, from 1 on")
+        raise PlanError(
+            f"verify_widths must be strictly ascending and start at 1 or more, got {list(widths)}"
+        )
     if widths[-1] < cover:
         raise PlanError(
-            f"verify_widths end at {widths[-1]}, but a verification may have {cover} rows, the root"
-            f" and max_draft_tokens {cover - 1}: add {cover}, or lower max_draft_tokens"
+            f"verify_widths ends at {widths[-1]}, but a verification can have {cover} rows (the"
+            f" root and max_draft_tokens = {cover - 1}): add {cover}, or lower max_draft_tokens"
         )
     if widths[-1] > max_seq_len:
         raise PlanError(
-            f"verify_widths end at {widths[-1]}, more than max_seq_len {max_seq_len}: drop it"
+            f"verify_widths ends at {widths[-1]}, which exceeds max_seq_len {max_seq_len}: remove"
+            f" {widths[-1]}, or raise max_seq_len"
         )
     return widths
 
 
 def check_compute_capability(value: object) -> None:
-    """Raises PlanError unless `value` is None or reads like "8.9"."""
+    """Raise PlanError unless `value` is None or a string such as "8.9"."""
     if value is None:
         return
     if not isinstance(value, str) or not re.fullmatch(r"[1-9]\d?\.\d", value):
         raise PlanError(
-            f"compute_capability is {value!r}: give it as NVIDIA writes it, as in '8.9'"
+            f"compute_capability must be a string in NVIDIA's notation such as '8.9', got {value!r}"
         )

@@ -1,6 +1,7 @@
-"""A target and a draft head in numbers: all that memory and cost follow from. No weights.
+"""Sizes of a target and of a draft head, from which memory and latency are estimated. No weights.
 
-Letters: d hidden size, V vocabulary, Vd draft vocabulary, L layers, E experts, k experts a token.
+Letters: d hidden size, V vocabulary, Vd draft vocabulary, L layers, E experts of a layer, k experts
+per token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from eagle3.runtime.errors import PlanError
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layers that are all alike, and their cache."""
+    """Sizes of a stack of identical attention layers and of their KV cache."""
 
     num_layers: int
     num_heads: int
@@ -25,19 +26,23 @@ class Attention:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers a token adds to the cache: 2 * L * kv_heads * head_dim."""
+        """Number of values that one token adds to the KV cache: 2 * L * kv_heads * head_dim."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def flops(self, rows: int, keys: float) -> float:
-        """Of scores and weighted sums: 4 * L * heads * head_dim for each row and key."""
+        """Return the operations of the scores and the weighted sums.
+
+        That is 4 * L * heads * head_dim for each pair of a row and a key.
+        """
         return 4.0 * self.num_layers * self.num_heads * self.head_dim * rows * keys
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture, all layers together.
+    """Experts of a mixture-of-experts model, summed over all layers.
 
-    parameters: of all E experts of all layers. A token runs `per_token` of the E of its layer.
+    parameters: parameters of all E experts of all layers. In each layer, a token runs `per_token`
+    of the `num_experts` experts.
     """
 
     num_experts: int
@@ -50,20 +55,21 @@ class Experts:
         _check_count("experts.parameters", self.parameters)
         if self.per_token > self.num_experts:
             raise PlanError(
-                f"a token of the model runs {self.per_token} experts of {self.num_experts}:"
-                " its config contradicts itself"
+                f"experts.per_token is {self.per_token}, but the model has only"
+                f" {self.num_experts} experts per layer: correct the model's config"
             )
 
     @property
     def active_parameters(self) -> float:
-        """That one token runs: parameters * k / E."""
+        """Number of expert parameters that one token runs: parameters * k / E."""
         return self.parameters * self.per_token / self.num_experts
 
     def read_parameters(self, rows: float) -> float:
-        """That a call of `rows` tokens reads: parameters * (1 - (1 - k/E)^rows).
+        """Return the parameters that a call of `rows` tokens reads.
 
-        The expected share of experts that one of the tokens chose, where each chooses by itself and
-        evenly: what a call reads that reads no expert twice.
+        The result is parameters * (1 - (1 - k/E)^rows): the expected share of experts that at
+        least one token chooses, if the tokens choose independently and uniformly. It assumes that
+        the call reads each chosen expert only once.
         """
         missed: float = (1.0 - self.per_token / self.num_experts) ** rows
         return self.parameters * (1.0 - missed)
@@ -71,11 +77,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """The target. num_parameters: all that is stored, tied weights once.
+    """Sizes of a target.
 
-    layer_parameters: of the decoder layers, experts included; `num_parameters` is these, the
-    embedding [V,d], the lm_head [V,d] unless it is the embedding (`tied`), and the last norm.
-    intermediate_size: the widest of the MLP's rows that exist at once.
+    num_parameters: all stored parameters, tied weights counted once. They consist of the decoder
+    layers, the embedding [V,d], the lm_head [V,d] unless it is the embedding (`tied`), and the last
+    norm. layer_parameters: parameters of the decoder layers, experts included. intermediate_size:
+    width of the MLP's widest intermediate row.
     """
 
     name: str
@@ -89,7 +96,7 @@ class TargetFacts:
     max_position_embeddings: int | None = None
     experts: Experts | None = None
     notes: tuple[str, ...] = field(default=())
-    """What these numbers do not know, for the reader."""
+    """Limitations of these numbers, as sentences for the user."""
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "layer_parameters", "vocab_size", "hidden_size"):
@@ -98,21 +105,24 @@ class TargetFacts:
 
     @property
     def embedding_parameters(self) -> int:
+        """Parameters of the embedding table [V,d]."""
         return self.vocab_size * self.hidden_size
 
     @property
     def dense_parameters(self) -> int:
-        """Of the layers, without experts: every token runs them."""
+        """Parameters of the decoder layers without experts; every token runs them."""
         return self.layer_parameters - (self.experts.parameters if self.experts else 0)
 
 
 @dataclass(frozen=True)
 class DraftFacts:
-    """An EAGLE head. Parameters are of matrices; what is the target's is not counted here.
+    """Sizes of an EAGLE head.
 
-    fuse_parameters: read once a round, of an EAGLE-3 head's fc. step_parameters: read in every
-    call but the lm_head. lm_head_parameters: [Vd,d], read in every call too; `own_lm_head` is
-    False where it is the target's (EAGLE-1/2). feature_size: width of the target's features.
+    Only parameters of matrices are counted, and none that belong to the target.
+    fuse_parameters: parameters of an EAGLE-3 head's fc, read once per round. step_parameters: all
+    others that every draft call reads, without the lm_head. lm_head_parameters: parameters of the
+    lm_head [Vd,d], also read in every call. own_lm_head: False if the lm_head is the target's
+    (EAGLE-1/2). feature_size: width of the target's features.
     """
 
     name: str
@@ -135,11 +145,11 @@ class DraftFacts:
 
     @property
     def num_parameters(self) -> int:
-        """That the head brings along."""
+        """Number of parameters that the head itself stores."""
         own = self.lm_head_parameters if self.own_lm_head else 0
         return self.fuse_parameters + self.step_parameters + own
 
 
 def _check_count(name: str, value: object, low: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise PlanError(f"{name} is {value!r}: a model has at least {low}")
+        raise PlanError(f"{name} must be an integer of at least {low}, got {value!r}")

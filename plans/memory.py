@@ -1,12 +1,16 @@
-"""How many bytes a target and a head take under a plan, and whether a device has them.
+"""Estimate the memory of a target and a head under a plan, and whether it fits a device.
 
-With B batch, S cache slots, N rows of the widest call, I intermediate size, item bytes a number:
+Letters: B batch, S cache slots, N rows of the widest call, M rows with logits, d hidden size, I
+intermediate size, L layers, V vocabulary. `item` is the number of bytes per value.
 
-    weights      parameters * item; in int8, parameters * (1 + item / block): a scale a block
-    KV           B * S * 2 * L * kv_heads * head_dim * item
+    weights      parameters * item; in int8, parameters * (1 + item / block), one scale per block
+    KV cache     B * S * 2 * L * kv_heads * head_dim * item
     activations  B * N * (4 d + 2 I + (heads + 2 kv_heads) * head_dim + features) * item
-                 + B * N * S * item for the mask, + B * heads * N * S * 4 where scores are written
-                 + B * M * V * 4 of logits; N is 1 layer's, as layers follow each other
+                 + B * N * S * item for the mask
+                 + B * heads * N * S * 4 for the attention scores, unless attention is fused
+                 + B * M * V * 4 for the logits
+
+Activations are those of one layer, because layers run one after another and reuse the buffers.
 """
 
 from __future__ import annotations
@@ -20,18 +24,20 @@ from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
 from eagle3.plans.plan import ITEM_BYTES, Plan
 from eagle3.runtime.errors import PlanError
 
-_INT8_BLOCKS = (128, 64, 32)  # rows that share a scale, the largest that divides d: export's rule
+# Rows that share one scale. Like the export, the estimate takes the largest that divides d.
+_INT8_BLOCKS = (128, 64, 32)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, each line of them once; `files` are on disk and not part of the total."""
+    """Memory of a target and a draft head, in bytes. No byte is counted in two fields, except that
+    `target_file` and `draft_file` are sizes on disk and not part of the total."""
 
     target_weights: int
     draft_weights: int
     draft_copies: int
-    """The target's embedding, and an lm_head that is the target's, once more: on a GPU the draft's
-    engine has its own. On the CPU both map one file."""
+    """The draft engine's copies of the target's embedding, and of the target's lm_head if the head
+    has none of its own. Zero on the CPU, where both engines map the same file."""
     target_kv: int
     draft_kv: int
     target_activations: int
@@ -41,28 +47,35 @@ class Memory:
 
     @property
     def weights(self) -> int:
+        """Bytes of all weights on the device."""
         return self.target_weights + self.draft_weights + self.draft_copies
 
     @property
     def kv(self) -> int:
+        """Bytes of both KV caches."""
         return self.target_kv + self.draft_kv
 
     @property
     def activations(self) -> int:
+        """Bytes of the activations of both engines."""
         return self.target_activations + self.draft_activations
 
     @property
     def total(self) -> int:
-        """That the device must have."""
+        """Bytes that the device must have free."""
         return self.weights + self.kv + self.activations
 
     def to_json(self) -> dict[str, int]:
-        """Every line in bytes, and the total."""
+        """Return the fields and the total as a JSON object, in bytes."""
         return {**asdict(self), "total": self.total}
 
 
 def matrix_bytes(parameters: float, stored: str, dtype: str, hidden_size: int) -> float:
-    """Of `parameters` of matrices. stored: "same" as dtype, or "int8"."""
+    """Return the bytes of `parameters` parameters of matrices.
+
+    stored: "same" for values of `dtype`, or "int8" for int8 values with scales of `dtype`.
+    hidden_size: determines the block of an int8 scale.
+    """
     if stored == "same":
         return parameters * ITEM_BYTES[dtype]
     block = next((each for each in _INT8_BLOCKS if hidden_size % each == 0), _INT8_BLOCKS[-1])
@@ -70,12 +83,12 @@ def matrix_bytes(parameters: float, stored: str, dtype: str, hidden_size: int) -
 
 
 def kv_bytes_per_token(attention: Attention, plan: Plan) -> int:
-    """Of one token of one sequence, all layers, keys and values."""
+    """Return the KV cache bytes of one token of one sequence: keys and values of all layers."""
     return attention.kv_values_per_token * ITEM_BYTES[plan.resolved().kv_dtype]
 
 
 def memory(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> Memory:
-    """What the engines of a plan hold on the device, with all buffers made once."""
+    """Return the memory that the engines of a plan use on the device, all buffers allocated."""
     weights = _target_weights(target, plan)
     own, copies = _draft_weights(target, draft, plan)
     return Memory(
@@ -94,32 +107,38 @@ def memory(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> Memory:
 def check_memory(
     target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec
 ) -> Memory:
-    """`memory`, if the device has it. Raises PlanError with both numbers and what would fit."""
+    """Return `memory(target, draft, plan)` if it fits the device.
+
+    Raises PlanError otherwise, with both sizes and the changes that would make the plan fit.
+    """
     needed = memory(target, draft, plan)
     if needed.total <= device.usable_bytes:
         return needed
     parts = (
-        f"weights {size_text(needed.weights)}, KV {size_text(needed.kv)}, activations"
+        f"weights {size_text(needed.weights)}, KV cache {size_text(needed.kv)}, activations"
         f" {size_text(needed.activations)}"
     )
     has = (
-        f"{size_text(device.usable_bytes)}: {size_text(device.memory_bytes)} less"
-        f" {size_text(device.reserved_bytes)} reserved"
+        f"{size_text(device.usable_bytes)} ({size_text(device.memory_bytes)} less"
+        f" {size_text(device.reserved_bytes)} reserved)"
     )
     raise PlanError(
-        f"{target.name} under this plan needs {size_text(needed.total)} ({parts}), {device.name}"
-        f" has {has}; {_what_fits(target, draft, plan, device)}"
+        f"{target.name} under this plan needs {size_text(needed.total)} ({parts}), but"
+        f" {device.name} has {has}; {_what_fits(target, draft, plan, device)}"
     )
 
 
 def longest_context(
     target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec
 ) -> int | None:
-    """The largest max_seq_len, up to the plan's own, that fits the device; None where none does."""
+    """Return the largest max_seq_len that fits the device, at most the plan's own.
+
+    Returns None if not even the smallest possible max_seq_len fits.
+    """
     low, high = _shortest(plan), plan.max_seq_len
     if not _fits(target, draft, _with_context(plan, low), device):
         return None
-    while low < high:  # memory grows with the context: bisect
+    while low < high:  # bisection, since memory grows with the context
         middle = (low + high + 1) // 2
         if _fits(target, draft, _with_context(plan, middle), device):
             low = middle
@@ -131,7 +150,7 @@ def longest_context(
 def _what_fits(
     target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: DeviceSpec
 ) -> str:
-    """Each single change of the plan with which it would fit, in words."""
+    """Return the end of an error message: the single changes that would make the plan fit."""
     ways = []
     shorter = longest_context(target, draft, plan, device)
     if shorter is not None:
@@ -145,12 +164,13 @@ def _what_fits(
         other = replace(plan, **change)
         if _fits(target, draft, other, device):
             ((name, value),) = change.items()
-            ways.append(f"{name} {value} would{', but is not built yet' if other.unbuilt else ''}")
+            unbuilt = " (not implemented yet)" if other.unbuilt else ""
+            ways.append(f"{name} {value} would fit{unbuilt}")
     if draft is not None and _fits(target, None, plan, device):
-        ways.append("the target without a draft would")
+        ways.append("the target without a draft would fit")
     return ", ".join(ways) or (
-        "no shorter context and no int8 weights would help: take a smaller target or a larger"
-        " device"
+        "neither a shorter context nor int8 weights would make it fit: use a smaller target or a"
+        " larger device"
     )
 
 
@@ -159,7 +179,7 @@ def _fits(target: TargetFacts, draft: DraftFacts | None, plan: Plan, device: Dev
 
 
 def _shortest(plan: Plan) -> int:
-    """The smallest context that still holds the widest verification."""
+    """Return the smallest max_seq_len that holds the widest verification."""
     return max(2, plan.max_draft_tokens + 1, *plan.verify_widths)
 
 
@@ -169,7 +189,11 @@ def _with_context(plan: Plan, max_seq_len: int) -> Plan:
 
 
 def _target_weights(target: TargetFacts, plan: Plan) -> int:
-    """Layers as `target_weights` says; so is an untied lm_head, while a table is never int8."""
+    """Return the bytes of the target's weights.
+
+    The layers and an untied lm_head are stored as `target_weights` specifies. The embedding table
+    is never int8, and neither is an lm_head that is tied to it.
+    """
     heads = 0 if target.tied else target.embedding_parameters
     matrices = target.layer_parameters + heads
     rest = target.num_parameters - matrices
@@ -178,7 +202,7 @@ def _target_weights(target: TargetFacts, plan: Plan) -> int:
 
 
 def _draft_weights(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> tuple[int, int]:
-    """The head's own, and what of the target its engine holds again."""
+    """Return the bytes of the head's own weights, and of its copies of the target's weights."""
     if draft is None:
         return 0, 0
     own = matrix_bytes(draft.num_parameters, plan.draft_weights, plan.dtype, draft.hidden_size)
@@ -219,7 +243,7 @@ def _draft_activations(draft: DraftFacts | None, plan: Plan) -> int:
 
 
 def _layer_bytes(attention: Attention, width: int, rows: int, slots: int, plan: Plan) -> int:
-    """Scratch memory of one layer for one sequence."""
+    """Return the bytes of one layer's activations for one sequence."""
     projected = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     values = rows * (width + projected) + rows * slots
     scores = attention.num_heads * rows * slots * 4 if _writes_scores(plan) else 0
@@ -227,7 +251,11 @@ def _layer_bytes(attention: Attention, width: int, rows: int, slots: int, plan: 
 
 
 def _writes_scores(plan: Plan) -> bool:
-    """Attention is fused, scores never in memory, in TensorRT and in ONNX Runtime's CUDA `ort`."""
+    """Return whether attention writes its scores to memory.
+
+    Fused attention does not. TensorRT fuses attention, and so does the `ort` lowering on ONNX
+    Runtime's CUDA provider.
+    """
     fused = plan.backend in TENSORRT_BACKENDS or (plan.backend, plan.lowering) == (
         "ort-cuda",
         "ort",
@@ -236,5 +264,5 @@ def _writes_scores(plan: Plan) -> bool:
 
 
 def size_text(size: float) -> str:
-    """Bytes in words, 1 GB = 10^9 bytes."""
+    """Format a number of bytes in MB or GB; 1 GB is 10^9 bytes."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

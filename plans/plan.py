@@ -1,9 +1,10 @@
-"""What to build: static shapes, tree budget, precision. The only place where defaults live.
+"""`Plan`: the static shapes, tree budget and precision of a bundle, with their only defaults.
 
-`eagle3 export` compiles engines for one `Plan`, which the bundle's manifest then carries; the
-runtime allocates its buffers from it, and a request may ask for a smaller or larger tree within
-it (`Plan.override`). Neither object ever changes: another tree is a new object. What contradicts
-itself is in `rules.py`, what a device has and costs in `device.py` and `roofline.py`.
+`eagle3 export` exports engines for one `Plan` and stores it in the bundle's manifest. The runtime
+allocates its buffers from the plan, and a request may use a smaller or larger tree within its
+limits (`Plan.override`). Plans and trees are immutable: another tree is a new object. Checks that
+depend on the backend are in `backends.py`, a device's capabilities and costs in `device_spec.py`
+and `roofline.py`.
 """
 
 from __future__ import annotations
@@ -38,43 +39,49 @@ _DRAFT_ROWS_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Static shapes, tree and precision of a bundle. Raises PlanError for a contradiction."""
+    """Static shapes, tree and precision of a bundle.
+
+    Raises PlanError if a field is invalid or two fields contradict each other.
+    """
 
     max_seq_len: int = 2048
-    """S: cache capacity in tokens, prompt plus generated."""
+    """S: maximum number of tokens in the cache, prompt plus generated."""
     prefill_chunk: int = 128
-    """Prompt tokens in one target call."""
+    """Maximum number of prompt tokens in one target call."""
     max_draft_tokens: int = 64
-    """The largest tree a request may ask for, root excluded."""
+    """Size of the largest tree that a request may use, root excluded."""
     tree: TreePlan = field(default_factory=TreePlan)
-    """The tree a request gets when it does not ask for another."""
+    """Default tree of a request."""
     dtype: str = "float32"
-    """Target weights and activations, and both caches."""
+    """Data type of the target's weights, of activations and of both KV caches."""
     draft_weights: str = "same"
-    """How the draft head's matrices are stored: as `dtype` says, or as int8 with scales."""
+    """Storage of the draft head's matrices: "same" for `dtype`, or "int8" with scales."""
     lowering: str = "ort"
-    """How attention is expressed in the graphs."""
+    """How attention is written in the graphs: "ort" for ONNX Runtime's own operators, "portable"
+    for standard ONNX operators."""
     backend: str = "ort-cpu"
-    """What runs the engines."""
+    """Library that runs the engines."""
     batch: int = 1
-    """B: sequences in one call."""
+    """B: number of sequences in one call."""
     verify_widths: tuple[int, ...] = ()
-    """Rows of a verification, ascending: a call is padded to the next of these, so that each is one
-    fixed shape. Empty: chosen for the backend (`resolved`); ort-cpu pads nothing."""
+    """Row counts of a verification, ascending. A call is padded to the next of these, so that every
+    call has one of a few fixed shapes. Empty: `resolved` chooses them for the backend; ort-cpu does
+    not pad."""
     target_weights: str = "same"
-    """How the target's matrices are stored, as `draft_weights`."""
+    """Storage of the target's matrices; the values are those of `draft_weights`."""
     kv_dtype: str = "same"
-    """Of both caches; "same" is `dtype`."""
+    """Data type of both KV caches; "same" means `dtype`."""
     compute_capability: str | None = None
-    """Of the GPU that plan files are for, as "8.9"; None: of the machine that builds them."""
+    """Compute capability of the GPU that plan files are built for, such as "8.9". None: that of the
+    machine that builds them."""
     workspace_bytes: int | None = None
-    """Scratch memory TensorRT may use; None: as much as it likes."""
+    """Limit of TensorRT's scratch memory in bytes; None: no limit."""
 
     def __post_init__(self) -> None:
         set_int(self, "batch", MAX_BATCH)
         set_int(self, "max_seq_len", MAX_SEQ_LEN, low=2)
         set_int(self, "prefill_chunk", self.max_seq_len, "max_seq_len")
-        # One target call holds the root and the tree, and all of it must fit the cache.
+        # One target call holds the root and the whole tree, and all of them must fit the cache.
         set_int(self, "max_draft_tokens", MAX_DRAFT_TOKENS)
         set_int(self, "max_draft_tokens", self.max_seq_len - 1, "max_seq_len - 1")
         _check_tree(self.tree, self.max_draft_tokens)
@@ -93,26 +100,40 @@ class Plan:
 
     @property
     def cache_capacity(self) -> int:
-        """Slots of the target's cache: one more than tokens, which a call of one row may spoil."""
+        """Number of slots of the target's cache.
+
+        The one slot beyond max_seq_len is scratch space: in the `ort` lowering, a call of one row
+        gets a second row inside the graph. Its output is dropped, but its key and value are written
+        to the slot behind the first row's.
+        """
         return self.max_seq_len + 1
 
     @property
     def max_draft_rows(self) -> int:
-        """Tree rows the draft may run in one round, its cache's room behind the committed rows."""
+        """Maximum number of tree rows that the draft runs in one round.
+
+        The draft's cache has this many slots behind the committed rows.
+        """
         return _DRAFT_ROWS_PER_TOKEN * self.max_draft_tokens
 
     @property
     def draft_capacity(self) -> int:
-        """Slots of the draft's cache."""
+        """Number of slots of the draft's cache."""
         return self.max_seq_len + self.max_draft_rows
 
     @property
     def unbuilt(self) -> tuple[str, ...]:
-        """Why nothing can build or run this plan yet, if so: it may only be reckoned with."""
+        """Reasons why this plan cannot be built or run yet; empty if it can.
+
+        Memory and cost of an unbuilt plan can still be estimated.
+        """
         return _unbuilt_reasons(self)
 
     def resolved(self) -> Plan:
-        """A plan without "same" and without widths left open: what it says is what is built."""
+        """Return the plan as it is built: explicit `kv_dtype`, and `verify_widths` filled in.
+
+        The widths stay empty for a backend that does not pad.
+        """
         widths = self.verify_widths
         if not widths and self.backend in PADDED_BACKENDS:
             widths = widths_up_to(self.max_draft_tokens + 1)
@@ -120,7 +141,7 @@ class Plan:
         return replace(self, verify_widths=widths, kv_dtype=dtype)
 
     def require_built(self) -> None:
-        """Raises PlanError, with the reasons, for a plan that nothing can build or run yet."""
+        """Raise PlanError, with the reasons, if this plan cannot be built or run yet."""
         if self.unbuilt:
             raise PlanError("; ".join(self.unbuilt))
 
@@ -131,10 +152,11 @@ class Plan:
         num_draft_tokens: int | None = None,
         tree: TreeRequest | None = None,
     ) -> TreePlan:
-        """The tree of one request: this plan's, with what the request names put in its place.
+        """Return the tree of one request: this plan's tree with the given fields replaced.
 
-        tree: another one altogether; "dynamic" keeps the plan's sizes. Raises PlanError, naming the
-        field and both numbers, for a tree the engines cannot verify.
+        tree: use this tree instead of the plan's; "dynamic" keeps the plan's sizes. The other
+        arguments replace its sizes. Raises PlanError, with the field and both numbers, if the
+        engines cannot verify the tree.
         """
         asked: dict[str, Any] = {
             "draft_top_k": draft_top_k,
@@ -147,14 +169,14 @@ class Plan:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object; `tree` is an object in it."""
+        """Return the fields as a JSON object; `tree` is a nested object."""
         return {**asdict(self), "verify_widths": list(self.verify_widths)}
 
     @classmethod
     def from_json(cls, data: object) -> Plan:
-        """The plan of something built: reads `to_json`'s object.
+        """Return the plan of a bundle from the object that `to_json` returned.
 
-        Raises PlanError for a missing, unknown or wrong field, and for what nothing builds yet.
+        Raises PlanError if a field is missing, unknown or invalid, or if the plan cannot be built.
         """
         values = exact_fields(cls, data, "plan")
         plan = cls(**{**values, "tree": TreePlan.from_json(values["tree"])})
@@ -164,43 +186,43 @@ class Plan:
 
 def _check_tree(tree: TreePlan, max_draft_tokens: int) -> None:
     if not isinstance(tree, TreePlan):
-        raise PlanError(f"tree is {tree!r}: give a TreePlan")
+        raise PlanError(f"tree must be a TreePlan, got {tree!r}")
     if tree.num_draft_tokens > max_draft_tokens:
         raise PlanError(
             f"num_draft_tokens is {tree.num_draft_tokens}, but the plan's max_draft_tokens is"
-            f" {max_draft_tokens}: ask for at most {max_draft_tokens},"
+            f" {max_draft_tokens}: lower num_draft_tokens to {max_draft_tokens} or less,"
             " or export with a larger max_draft_tokens"
         )
     limit = _DRAFT_ROWS_PER_TOKEN * max_draft_tokens
     if tree.num_draft_rows > limit:
         raise PlanError(
-            f"a tree of draft_top_k {tree.draft_top_k} and draft_depth {tree.draft_depth} runs"
-            f" {tree.num_draft_rows} draft rows a round, but max_draft_tokens {max_draft_tokens}"
-            f" leaves room for {limit}: ask for less of either, or export with a larger"
+            f"a tree with draft_top_k {tree.draft_top_k} and draft_depth {tree.draft_depth} runs"
+            f" {tree.num_draft_rows} draft rows per round, but max_draft_tokens {max_draft_tokens}"
+            f" leaves room for {limit}: lower draft_top_k or draft_depth, or export with a larger"
             " max_draft_tokens"
         )
 
 
 def _check_backend(plan: Plan) -> None:
-    """Raises PlanError, naming both fields, for what a backend can never do."""
+    """Raise PlanError, with both fields, for a combination that a backend can never support."""
     backend = plan.backend
     # ONNX Runtime's CPU provider has no bfloat16 MatMul: such a graph fails to load.
     if backend == "ort-cpu" and plan.dtype == "bfloat16":
-        raise PlanError("dtype is bfloat16, which backend ort-cpu cannot run: choose float32")
+        raise PlanError("dtype bfloat16 is not supported by backend ort-cpu: use float32")
     if backend not in PADDED_BACKENDS and plan.verify_widths:
         raise PlanError(
-            f"verify_widths is {list(plan.verify_widths)}, but backend {backend} pads nothing, a"
-            " call has the rows of its tree: leave it empty"
+            f"verify_widths is {list(plan.verify_widths)}, but backend {backend} does not pad: a"
+            " call has as many rows as its tree. Leave verify_widths empty"
         )
     if backend in PADDED_BACKENDS and plan.lowering != "portable":
         raise PlanError(
-            f"lowering is {plan.lowering}, whose attention backend {backend} does not know:"
-            " choose portable"
+            f"lowering {plan.lowering} is not supported by backend {backend}, which has no"
+            " operator for its attention: use lowering portable"
         )
     if backend == "ort-cuda" and plan.draft_weights == "int8":
         raise PlanError(
-            "draft_weights is int8, whose blocks backend ort-cuda has no kernel for: choose same,"
-            f" or backend {' or '.join(TENSORRT_BACKENDS)}"
+            "draft_weights int8 is not supported by backend ort-cuda, which has no kernel for"
+            f" blockwise int8: use same, or backend {' or '.join(TENSORRT_BACKENDS)}"
         )
     if backend in TENSORRT_BACKENDS:
         return
@@ -208,27 +230,27 @@ def _check_backend(plan: Plan) -> None:
         value = getattr(plan, name)
         if value is not None:
             raise PlanError(
-                f"{name} is {value}, but backend {backend} compiles no plan files: leave it out,"
-                f" or choose {' or '.join(TENSORRT_BACKENDS)}"
+                f"{name} is {value}, but backend {backend} builds no plan files: remove {name},"
+                f" or use backend {' or '.join(TENSORRT_BACKENDS)}"
             )
 
 
 def _unbuilt_reasons(plan: Plan) -> tuple[str, ...]:
-    """One sentence for each value that no export writes and no runtime reads yet."""
+    """Return one message for each value that export and runtime do not implement yet."""
     reasons = []
     if plan.batch > 1:
         reasons.append(
-            f"batch is {plan.batch}, but every backend drafts for one sequence a call: build 1"
-            " (many requests at once, without a draft, need no other plan: runtime/batch.py)"
+            f"batch is {plan.batch}, but every backend drafts for one sequence per call: use"
+            " batch 1, which also serves batched decoding without a draft (ort/batch_engine.py)"
         )
     if plan.target_weights != "same":
         reasons.append(
-            f"target_weights is {plan.target_weights}, but only a draft's weights can be stored"
-            " otherwise than as dtype says: choose same"
+            f"target_weights is {plan.target_weights}, but only a draft's weights can be stored in"
+            " another type than dtype: use same"
         )
     if plan.kv_dtype not in ("same", plan.dtype):
         reasons.append(
-            f"kv_dtype is {plan.kv_dtype}, but caches have the dtype of the activations,"
-            f" {plan.dtype}: choose same"
+            f"kv_dtype is {plan.kv_dtype}, but KV caches must have the dtype of the activations,"
+            f" {plan.dtype}: use same"
         )
     return tuple(reasons)

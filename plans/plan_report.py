@@ -1,4 +1,4 @@
-"""What `eagle3 plan check` says: memory against the device, calls, what speculation is worth."""
+"""The report of `eagle3 plan check`: memory, costs of the calls, and expected speedup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from eagle3.runtime.errors import PlanError
 
 @dataclass(frozen=True)
 class PlanReport:
-    """One target and draft under one plan on one device. taus: acceptance lengths of the table."""
+    """Estimates for one target and draft under one plan on one device.
+
+    taus: acceptance lengths for which the report lists the speedup.
+    """
 
     target: TargetFacts
     draft: DraftFacts | None
@@ -28,7 +31,7 @@ class PlanReport:
     taus: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything in bytes, operations and ms."""
+        """Return the report as a JSON object, in bytes, operations and ms."""
         cost = self.round
         return {
             "target": asdict(self.target),
@@ -44,7 +47,7 @@ class PlanReport:
         }
 
     def lines(self) -> list[str]:
-        """The same in words, one fact a line."""
+        """Return the report as text, one fact per line."""
         rows = [
             ("target", _target_text(self.target)),
             ("draft", _draft_text(self.draft)),
@@ -75,14 +78,14 @@ class PlanReport:
     def _memory_rows(self) -> list[tuple[str, str]]:
         m, usable = self.memory, self.device.usable_bytes
         left = size_text(usable - m.total)
-        copies = f", the target's embedding for the draft {size_text(m.draft_copies)}"
+        copies = f", the draft's copy of target weights {size_text(m.draft_copies)}"
         weights = self._of_each(m.target_weights, m.draft_weights)
         return [
             ("weights", f"{weights}{copies if m.draft_copies else ''}"),
             ("kv cache", self._of_each(m.target_kv, m.draft_kv)),
             ("activations", self._of_each(m.target_activations, m.draft_activations)),
-            ("total", f"{size_text(m.total)} of {size_text(usable)}: fits, {left} left"),
-            ("files", self._of_each(m.target_file, m.draft_file)),
+            ("total", f"{size_text(m.total)} of {size_text(usable)}: fits, {left} free"),
+            ("files", f"{self._of_each(m.target_file, m.draft_file)} on disk"),
         ]
 
     def _of_each(self, target: int, draft: int) -> str:
@@ -93,21 +96,24 @@ class PlanReport:
         cost = self.round
         if not cost.draft:
             return []
-        bounds = ", ".join(sorted({call.bound for call in cost.draft}))
-        table = "; ".join(
-            f"{tau:g}: {cost.serial_speedup(tau):.2f}-{cost.speedup(tau):.2f}x"
+        bounds = " and ".join(sorted({call.bound for call in cost.draft}))
+        table = ", ".join(
+            f"tau {tau:g}: {cost.serial_speedup(tau):.2f}-{cost.speedup(tau):.2f}x"
             if abs(cost.serial_speedup(tau) - cost.speedup(tau)) >= 0.005
-            else f"{tau:g}: {cost.speedup(tau):.2f}x"
+            else f"tau {tau:g}: {cost.speedup(tau):.2f}x"
             for tau in self.taus
         )
         return [
             ("drafting", f"{len(cost.draft)} calls, {cost.draft_ms:.2f} ms, bound by {bounds}"),
             (
                 "round",
-                f"{cost.round_ms:.2f} ms, verifying {cost.verify_width} rows: pays above tau"
-                f" {cost.break_even_tau:.2f}",
+                f"{cost.round_ms:.2f} ms, verifying {cost.verify_width} rows; faster than plain"
+                f" decoding if the acceptance length tau is above {cost.break_even_tau:.2f}",
             ),
-            ("speedup", f"by tau, bytes and arithmetic in turn to at once; {table}"),
+            (
+                "speedup",
+                f"{table} (from no overlap of memory traffic and arithmetic to full overlap)",
+            ),
         ]
 
 
@@ -118,24 +124,26 @@ def plan_report(
     context: int | None = None,
     taus: Sequence[float] = (),
 ) -> PlanReport:
-    """Reckons a plan through. taus: empty for 1 .. depth + 1, all that the tree can give.
+    """Estimate memory and latency of a target and draft under a preset's plan on its device.
 
-    Raises PlanError, naming both numbers, for what does not fit the device, the target's positions
-    or the plan.
+    context: tokens in the KV cache, see `expected_round`. taus: acceptance lengths for the speedup;
+    by default 1 to depth + 1, the most that a round of the tree can commit. Raises PlanError, with
+    both numbers, if the plan does not fit the device or exceeds the target's positions, or if the
+    context or a tau is out of range.
     """
     plan, device = preset.plan, preset.device
     limit = target.max_position_embeddings
     if limit is not None and plan.max_seq_len > limit:
         raise PlanError(
-            f"max_seq_len is {plan.max_seq_len}, but {target.name} knows {limit} positions: give"
-            f" --max-seq-len {limit} or less"
+            f"max_seq_len is {plan.max_seq_len}, but {target.name} supports only {limit} positions:"
+            f" use --max-seq-len {limit} or less"
         )
     most = plan.tree.depth_in_use + 1
     beyond = [tau for tau in taus if not 1 <= tau <= most]
     if beyond:
         raise PlanError(
-            f"tau is {beyond[0]:g}, but a tree of {plan.tree.depth_in_use} levels gives 1 to {most}"
-            " tokens a round"
+            f"tau must be from 1 to {most}, the tokens per round with a tree of"
+            f" {plan.tree.depth_in_use} levels, got {beyond[0]:g}"
         )
     return PlanReport(
         target,
@@ -153,26 +161,26 @@ def _call_json(call: Call) -> dict[str, Any]:
 
 
 def _call_text(rows: int, call: Call, plan: Plan) -> str:
-    what = "1 row, plain decoding" if rows == 1 else f"{rows} rows"
-    each = f" of each of {plan.batch} sequences" if plan.batch > 1 else ""
+    what = "1 row (plain decoding)" if rows == 1 else f"{rows} rows"
+    each = f" for each of {plan.batch} sequences" if plan.batch > 1 else ""
     return (
         f"{what}{each}: {call.ms:.2f} ms, bound by {call.bound} ({call.num_bytes / 1e9:.3f} GB"
-        f" {call.memory_ms:.2f} ms, {call.flops / 1e9:.1f} GFLOP {call.compute_ms:.2f} ms)"
+        f" in {call.memory_ms:.2f} ms, {call.flops / 1e9:.1f} GFLOP in {call.compute_ms:.2f} ms)"
     )
 
 
 def _target_text(target: TargetFacts) -> str:
     a, experts = target.attention, target.experts
-    mixture = f", {experts.per_token} of {experts.num_experts} experts a token" if experts else ""
+    mixture = f", {experts.per_token} of {experts.num_experts} experts per token" if experts else ""
     return (
         f"{target.name}: {_count(target.num_parameters)} parameters, {a.num_layers} layers, hidden"
-        f" size {target.hidden_size}, {a.num_kv_heads} KV heads of {a.head_dim}{mixture}"
+        f" size {target.hidden_size}, {a.num_kv_heads} KV heads of size {a.head_dim}{mixture}"
     )
 
 
 def _draft_text(draft: DraftFacts | None) -> str:
     if draft is None:
-        return "none: plain decoding only (--draft names a head)"
+        return "none: plain decoding only (add a head with --draft)"
     return (
         f"{draft.name}: {_count(draft.num_parameters)} parameters, draft vocabulary"
         f" {draft.draft_vocab_size}"
@@ -194,8 +202,8 @@ def _plan_text(plan: Plan) -> str:
     target = "" if plan.target_weights == "same" else f", target weights {plan.target_weights}"
     return (
         f"{plan.backend}, {plan.dtype}{target}{weights}, batch {plan.batch}, context"
-        f" {plan.max_seq_len}, prefill {plan.prefill_chunk}; tree top {tree.draft_top_k},"
-        f" {tree.draft_depth} levels, {tree.num_draft_tokens} tokens"
+        f" {plan.max_seq_len}, prefill chunk {plan.prefill_chunk}; tree with top-k"
+        f" {tree.draft_top_k}, depth {tree.draft_depth}, {tree.num_draft_tokens} draft tokens"
     )
 
 

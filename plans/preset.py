@@ -1,11 +1,11 @@
-"""Presets, and plan files of one's own: a device and a plan for it, in TOML.
+"""Presets: TOML files, each with a device and a plan for it. Users can write their own.
 
-    [device]                 # numbers of plans/device.py; or: device = "l4", a preset's device
+    [device]                 # fields of `DeviceSpec`; or device = "l4" for the device of a preset
     name = "..."
-    [plan]                   # fields of plans/plan.py; what is left out keeps its default
-    [plan.tree]
+    [plan]                   # fields of `Plan`; omitted fields keep their defaults
+    [plan.tree]              # fields of `TreePlan`
 
-Every key is known or an error; a file is never read halfway.
+An unknown key is an error, so that a misspelled option is never ignored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _SUFFIX = ".toml"
 
 @dataclass(frozen=True)
 class Preset:
-    """A plan and the device it is for. text: the TOML it was read from, comments included.
+    """A plan and the device it is for.
 
-    Raises PlanError for a plan that is for another device.
+    text: content of the TOML file, comments included. Raises PlanError if the plan does not match
+    the device.
     """
 
     name: str
@@ -44,17 +45,19 @@ class Preset:
         if wanted is not None and wanted != has:
             raise PlanError(
                 f"plan.compute_capability is {wanted}, but {self.device.name} has {has or 'none'}:"
-                " a plan file runs on the GPU generation it was built for"
+                " make them equal, because a plan file only runs on the GPU generation it was built"
+                " for"
             )
         if self.plan.backend != "ort-cpu" and has is None:
             raise PlanError(
-                f"plan.backend is {self.plan.backend}, but {self.device.name} names no"
-                " compute_capability, so it is no NVIDIA GPU: choose ort-cpu, or add it"
+                f"plan.backend is {self.plan.backend}, but {self.device.name} has no"
+                " compute_capability and is therefore not an NVIDIA GPU: use ort-cpu, or add"
+                " device.compute_capability"
             )
 
     @property
     def summary(self) -> str:
-        """Device and backend in a line."""
+        """One-line description of device and plan."""
         device = self.device
         return (
             f"{device.name}: {device.memory_bytes / 1e9:g} GB,"
@@ -63,27 +66,27 @@ class Preset:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Device and plan as a JSON object."""
+        """Return device and plan as a JSON object."""
         return {"device": asdict(self.device), "plan": self.plan.to_json()}
 
 
 def preset_names() -> list[str]:
-    """Of the presets that come with the package, ascending."""
+    """Return the names of the presets in the package, sorted."""
     found = (path.name for path in _folder().iterdir())
     return sorted(name.removesuffix(_SUFFIX) for name in found if name.endswith(_SUFFIX))
 
 
 def load_preset(name_or_path: str) -> Preset:
-    """A preset by its name, or a TOML file by its path, which ends in .toml.
+    """Load the preset of this name, or the TOML file at this path, which must end in .toml.
 
-    Raises PlanError for one that is not there, cannot be read, or says something unknown.
+    Raises PlanError if it is not found, cannot be read, or has an unknown key or invalid value.
     """
     if name_or_path.endswith(_SUFFIX):
         return _read(Path(name_or_path), Path(name_or_path).stem, name_or_path)
     if name_or_path not in preset_names():
         raise PlanError(
-            f"there is no preset {name_or_path!r}: choose one of {', '.join(preset_names())},"
-            " or give a file that ends in .toml"
+            f"preset {name_or_path!r} not found: use one of {', '.join(preset_names())},"
+            " or the path of a .toml file"
         )
     return _read(_folder() / f"{name_or_path}{_SUFFIX}", name_or_path, f"preset {name_or_path}")
 
@@ -99,7 +102,7 @@ def _read(file: Traversable, name: str, where: str) -> Preset:
     except OSError as error:
         raise PlanError(f"{where} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PlanError(f"{where} is not TOML: {error}") from error
+        raise PlanError(f"{where} is not valid TOML: {error}") from error
     try:
         _refuse_unknown(data, ("device", "plan"), "the file")
         return Preset(name, _device(data.get("device")), _plan(data.get("plan", {})), text)
@@ -112,8 +115,8 @@ def _device(data: object) -> DeviceSpec:
         return load_preset(data).device
     if data is None:
         raise PlanError(
-            "device is missing: add a [device] table, or name a preset's, as device ="
-            f" {preset_names()[0]!r}"
+            "device is missing: add a [device] table, or use the device of a preset, such as"
+            f" device = {preset_names()[0]!r}"
         )
     return DeviceSpec(**_fields(DeviceSpec, data, "device"))
 
@@ -129,9 +132,13 @@ def _plan(data: object) -> Plan:
 
 
 def _fields(cls: Any, data: object, where: str) -> dict[str, Any]:
-    """`data` as keyword arguments of the dataclass `cls`; those without a default must be there."""
+    """Return `data` as keyword arguments of the dataclass `cls`.
+
+    where: name of the table in error messages. Raises PlanError if `data` is not a table, has an
+    unknown key, or lacks a field that has no default.
+    """
     if not isinstance(data, Mapping):
-        raise PlanError(f"{where} is {data!r}: make it a table, [{where}]")
+        raise PlanError(f"{where} must be a table [{where}], got {data!r}")
     _refuse_unknown(data, tuple(each.name for each in fields(cls)), where)
     needed = [
         each.name
@@ -139,7 +146,7 @@ def _fields(cls: Any, data: object, where: str) -> dict[str, Any]:
         if each.default is MISSING and each.default_factory is MISSING and each.name not in data
     ]
     if needed:
-        raise PlanError(f"{where} lacks {', '.join(needed)}: add them")
+        raise PlanError(f"{where} is missing {', '.join(needed)}: add the missing keys")
     return dict(data)
 
 
@@ -147,5 +154,6 @@ def _refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str)
     unknown = sorted(key for key in data if key not in known)
     if unknown:
         raise PlanError(
-            f"{where} has the unknown keys {', '.join(unknown)}; it knows {', '.join(known)}"
+            f"{where} has the unknown keys {', '.join(unknown)}: remove them; the known keys are"
+            f" {', '.join(known)}"
         )

@@ -1,12 +1,12 @@
-"""What a round costs at best: every call takes as long as its bytes or its arithmetic.
+"""Roofline estimate of a round: lower bounds of latency from memory traffic and arithmetic.
 
-    bytes   weights of every matrix, once, + KV read and written + logits written
+    bytes   weights of every matrix, once, + KV cache read and written + logits written
     FLOPs   2 * parameters * tokens + 4 * L * heads * head_dim * tokens * keys
-    ms      max(bytes / bandwidth, FLOPs / peak): both at once, the lower bound
-    serial  bytes / bandwidth + FLOPs / peak: one after the other, as a small CPU does it
+    ms      max(bytes / bandwidth, FLOPs / peak): full overlap, the lower bound
+    serial  bytes / bandwidth + FLOPs / peak: no overlap, as on a small CPU
 
-Activations, launches and the host are left out. A speedup is a ratio of such numbers: it says what
-a plan can be worth; measuring says what it is.
+Activations, kernel launches and work on the host are not included. A speedup is a ratio of two
+estimates: it shows what a plan can gain, and only a measurement shows what it does gain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True)
 class Call:
-    """One engine call: what it moves and computes, and how long each of the two takes, in ms."""
+    """Cost of one engine call: bytes moved, operations, and the time of each in ms."""
 
     num_bytes: float
     flops: float
@@ -35,26 +35,27 @@ class Call:
 
     @property
     def ms(self) -> float:
-        """The longer of the two."""
+        """Lower bound in ms: memory traffic and arithmetic overlap completely."""
         return max(self.memory_ms, self.compute_ms)
 
     @property
     def serial_ms(self) -> float:
-        """The sum of the two."""
+        """Time in ms if memory traffic and arithmetic do not overlap."""
         return self.memory_ms + self.compute_ms
 
     @property
     def bound(self) -> str:
-        """Which of the two it is: "memory" or "compute"."""
+        """The longer of the two: "memory" or "compute"."""
         return "memory" if self.memory_ms >= self.compute_ms else "compute"
 
 
 @dataclass(frozen=True)
 class RoundEstimate:
-    """Calls of one round, and of plain decoding beside it.
+    """Costs of the calls of one round, and of plain decoding for comparison.
 
-    verify: rows of a call -> the call; 1 is plain decoding. verify_width: rows of this plan's
-    verification, padding included. draft: calls of the tree's growth, in order; empty without one.
+    context: tokens in the KV cache. verify: rows of a target call -> its cost; 1 row is plain
+    decoding. verify_width: rows of this plan's verification, padding included. draft: the draft
+    calls of the round in order; empty without a draft.
     """
 
     context: int
@@ -64,39 +65,44 @@ class RoundEstimate:
 
     @property
     def plain(self) -> Call:
-        """One token without a draft."""
+        """The target call of plain decoding, one token without a draft."""
         return self.verify[1]
 
     @property
     def draft_ms(self) -> float:
+        """Lower bound of the draft calls in ms."""
         return sum(call.ms for call in self.draft)
 
     @property
     def verify_ms(self) -> float:
+        """Lower bound of the verification in ms."""
         return self.verify[self.verify_width].ms
 
     @property
     def round_ms(self) -> float:
-        """Drafting and verification, one after the other."""
+        """Lower bound of drafting plus verification in ms."""
         return self.draft_ms + self.verify_ms
 
     @property
     def serial_round_ms(self) -> float:
-        """The same, with no call's bytes and arithmetic at once."""
+        """`round_ms` if memory traffic and arithmetic of a call do not overlap."""
         drafting = sum(call.serial_ms for call in self.draft)
         return drafting + self.verify[self.verify_width].serial_ms
 
     @property
     def break_even_tau(self) -> float:
-        """The acceptance length at which speculation costs what it saves."""
+        """Acceptance length above which speculation is faster than plain decoding."""
         return self.round_ms / self.plain.ms
 
     def speedup(self, tau: float) -> float:
-        """tau tokens a round against one a plain call, for as long as either lasts."""
+        """Return the speedup over plain decoding at acceptance length tau.
+
+        A round yields tau tokens in `round_ms`, a plain call one token in `plain.ms`.
+        """
         return tau * self.plain.ms / self.round_ms
 
     def serial_speedup(self, tau: float) -> float:
-        """`speedup` of serial times."""
+        """Return `speedup` computed from the serial times."""
         return tau * self.plain.serial_ms / self.serial_round_ms
 
 
@@ -107,9 +113,10 @@ def expected_round(
     device: DeviceSpec,
     context: int | None = None,
 ) -> RoundEstimate:
-    """The calls of a round with `context` tokens in the cache; None: 512, or half of max_seq_len.
+    """Return the costs of a round with `context` tokens in the KV cache.
 
-    Raises PlanError for a context that does not fit, or a dtype the device has no peak for.
+    context: by default 512, limited to half of max_seq_len and to what fits the plan. Raises
+    PlanError if the context does not fit the plan, or if the device has no peak for its dtype.
     """
     plan = plan.resolved()
     filled = _context(plan, context)
@@ -124,14 +131,17 @@ def expected_round(
 def target_call(
     target: TargetFacts, plan: Plan, device: DeviceSpec, rows: int, context: int
 ) -> Call:
-    """The target on `rows` rows of each of B sequences, logits for all of them."""
+    """Return the cost of a target call on `rows` rows of each of B sequences.
+
+    Logits are computed for all rows. context: tokens in the KV cache before the call.
+    """
     tokens = plan.batch * rows
     keys = _keys(plan, plan.cache_capacity, context + rows)
     read, active = float(target.dense_parameters), float(target.dense_parameters)
     if target.experts is not None:
         read += target.experts.read_parameters(tokens)
         active += target.experts.active_parameters
-    head = target.embedding_parameters  # the lm_head has its size, tied or not
+    head = target.embedding_parameters  # the lm_head has the size of the embedding, tied or not
     head_stored = "same" if target.tied else plan.target_weights
     weights = matrix_bytes(read, plan.target_weights, plan.dtype, target.hidden_size)
     weights += matrix_bytes(head, head_stored, plan.dtype, target.hidden_size)
@@ -143,9 +153,9 @@ def target_call(
 def draft_growth(
     draft: DraftFacts, plan: Plan, device: DeviceSpec, context: int
 ) -> tuple[Call, ...]:
-    """The calls that grow a tree: the committed rows, then one frontier a level.
+    """Return the costs of the draft calls of a round: committed rows, then one frontier per level.
 
-    The first runs depth + 1 rows, the most that a round commits, through fc too.
+    The first call runs depth + 1 rows, the most that a round commits, and includes fc.
     """
     depth = plan.tree.depth_in_use
     first = _draft_call(draft, plan, device, depth + 1, 1, context, fuse=True)
@@ -184,7 +194,10 @@ def _call(
     other_bytes: float,
     products: float,
 ) -> Call:
-    """Adds the cache, read for `keys` tokens and written for `rows`, and attention's products."""
+    """Return the cost of a call, with its KV cache traffic and the products of attention added.
+
+    The cache is read for `keys` tokens and written for `rows` tokens per sequence.
+    """
     cache = plan.batch * (keys + rows) * kv_bytes_per_token(attention, plan)
     num_bytes = other_bytes + cache
     flops = products + plan.batch * attention.flops(rows, keys)
@@ -197,7 +210,10 @@ def _call(
 
 
 def _keys(plan: Plan, capacity: int, filled: int) -> int:
-    """`portable` attention reads the whole static cache, masked; `ort` what is filled."""
+    """Return the keys that attention reads per row.
+
+    The `portable` lowering reads the whole static cache with a mask, `ort` only its filled slots.
+    """
     return capacity if plan.lowering == "portable" else filled
 
 
@@ -207,20 +223,24 @@ def _context(plan: Plan, context: int | None) -> int:
         return min(512, plan.max_seq_len // 2, most)
     if not 0 <= context <= most:
         raise PlanError(
-            f"context is {context}, allowed are 0 to {most}: max_seq_len {plan.max_seq_len} less"
-            f" the root and max_draft_tokens {plan.max_draft_tokens}"
+            f"context must be from 0 to {most} (max_seq_len {plan.max_seq_len} minus the root and"
+            f" max_draft_tokens {plan.max_draft_tokens}), got {context}"
         )
     return context
 
 
 def _verify_width(plan: Plan) -> int:
-    """Rows of the default tree's verification: the root and its nodes, padded to a bucket."""
+    """Return the rows of the default tree's verification: the root and the nodes, padded."""
     nodes = min(plan.tree.num_draft_tokens, plan.tree.num_candidates)
     return next((w for w in plan.verify_widths if w > nodes), nodes + 1)
 
 
 def _widths(plan: Plan, width: int) -> list[int]:
-    """Rows to show: plain decoding, the tree's, the plan's buckets or the powers of two."""
+    """Return the row counts to estimate.
+
+    These are plain decoding, the default tree, the largest tree, and the plan's verify_widths or,
+    if there are none, powers of two.
+    """
     most = plan.max_draft_tokens + 1
     widths = plan.verify_widths or tuple(2**i for i in range(most.bit_length()) if 2**i < most)
     return sorted({1, width, most, *widths})

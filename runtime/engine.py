@@ -1,4 +1,7 @@
-"""The engine a service embeds: load a bundle, generate or stream, one request at a time."""
+"""The engine that a service embeds: loads a bundle, and generates or streams answers.
+
+One request runs at a time. The round loop is in `rounds/decode.py`.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,12 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEVICE_BACKENDS = {"cpu": ("ort-cpu",), "cuda": ("ort-cuda", "tensorrt", "tensorrt-rtx")}
-"""Device -> what may run the engines on it, the default first."""
+"""Device -> the backends that can run engines on it, the default first."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. token_ids hold the EOS token, text does not."""
+    """A finished request. `token_ids` include the EOS token, `text` does not."""
 
     text: str
     token_ids: list[int]
@@ -59,14 +62,14 @@ class Result:
     logprobs: list[TokenLogprob] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         logprobs = None if self.logprobs is None else [vars(each) for each in self.logprobs]
         return {**vars(self), "stats": self.stats.to_json(), "logprobs": logprobs}
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round added; `result` stands in the last chunk only."""
+    """What one round added to the answer. Only the last chunk has a `result`."""
 
     text: str
     token_ids: list[int]
@@ -76,9 +79,9 @@ class Chunk:
 
 
 class Engine:
-    """A loaded bundle. `load` makes one; requests of several threads take turns.
+    """A loaded bundle, created by `load`. Requests of several threads take turns.
 
-    device: the bundle on a GPU, which then runs every round; None: ONNX Runtime on the CPU.
+    device: the bundle on a GPU, which then runs every round; None for ONNX Runtime on the CPU.
     """
 
     def __init__(self, bundle: Bundle, threads: int, device: Device | None = None) -> None:
@@ -100,17 +103,17 @@ class Engine:
 
     @property
     def target(self) -> TargetEngine:
-        """The target on the CPU. Raises RequestError where it is on a GPU."""
+        """The target engine on the CPU. Raises RequestError if the bundle is on a GPU."""
         if self._target is None:
             raise RequestError(
-                "this reads the target call by call, which a GPU does not give: load the bundle"
-                " with device 'cpu'; bench/gpu_check.py checks one on a GPU"
+                "single calls of the target are not supported on a GPU: load the bundle with"
+                " device='cpu'; bench/gpu_check.py checks a bundle on a GPU"
             )
         return self._target
 
     @property
     def drafters(self) -> list[str]:
-        """The names a request may ask for, the default first."""
+        """Names of the drafters that a request can select, the default first."""
         return available(self.bundle) if self.device is None else list(self.device.drafters)
 
     @property
@@ -118,7 +121,7 @@ class Engine:
         return self.drafters[0]
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
-        """The whole answer; options as in `stream`."""
+        """Generate the whole answer. The options are those of `stream`."""
         result = None
         for chunk in self.stream(prompt, **options):
             result = chunk.result
@@ -150,19 +153,21 @@ class Engine:
         logprobs: int | bool | None = None,
         cancel: threading.Event | None = None,
     ) -> Iterator[Chunk]:
-        """Yields what each round commits; closing the iterator cancels the request.
+        """Yield what each round commits. Closing the iterator cancels the request.
 
-        One request runs at a time: a stream holds the engine until it is read to its end or closed,
-        and requests of other threads wait. prompt: a text (a user's message with chat=True, as it
-        is with chat=False), a list of messages, or token ids. drafter: one of `drafters`, None for
-        the first; "none" is plain decoding. Naming one, a tree, or any of the three draft sizes,
-        also keeps speculation on where it does not pay. tree: "dynamic", the name of a static tree,
-        or its paths as lists of child ranks; the draft sizes then cut it. acceptance: "rejection"
-        or "coupled" (same seed, same text, with any drafter). logprobs: how many alternatives to
-        give for each token. cancel: ends the request after the round in flight when it is set.
+        A stream holds the engine until it is read to its end or closed; requests of other threads
+        wait.
 
-        Raises RequestError (PromptTooLong, ...) before anything runs; EngineError if an engine
-        fails.
+        prompt: a string (the user's message if chat=True, the raw text if chat=False), a list of
+        chat messages, or token ids. drafter: one of `drafters`, or None for the first; "none" is
+        plain decoding. tree: "dynamic", the name of a static tree, or its paths as lists of child
+        ranks, cut to the draft sizes. Passing a drafter, a tree or a draft size also disables the
+        fallback to plain decoding. acceptance: "rejection" or "coupled" (the same seed gives the
+        same text with any drafter). logprobs: number of alternatives per token. cancel: an event
+        that ends the request after the round in progress.
+
+        Raises RequestError (PromptTooLong, ...) before anything runs, and EngineError if an
+        engine fails.
         """
         params = SamplingParams(
             temperature=temperature,
@@ -196,13 +201,15 @@ class Engine:
             num_logprobs=checked_logprobs(logprobs),
             cancel=checked_cancel(cancel),
         )
-        TextStream(self.tokenizer, request.stop)  # refuses bad stop strings before anything runs
+        TextStream(
+            self.tokenizer, request.stop
+        )  # raises RequestError for invalid stop strings before anything runs
         return self._run(request)
 
     def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
-        """Token ids of a prompt. Raises PromptTooLong, RequestError."""
+        """Return the token ids of a prompt. Raises PromptTooLong and RequestError."""
         if not isinstance(chat, bool):
-            raise RequestError(f"chat is {chat!r}: give True or False")
+            raise RequestError(f"chat must be True or False, got {chat!r}")
         vocab_size = self.bundle.manifest.target.vocab_size
         ids = encode_prompt(prompt, self.tokenizer, self.chat_template, chat, vocab_size)
         if len(ids) > self.plan.max_seq_len:
@@ -213,12 +220,12 @@ class Engine:
         return ids
 
     def render(self, prompt: Prompt) -> str:
-        """The text that the chat template makes of a prompt, as the target reads it."""
+        """Return the prompt as text after the chat template, as the target reads it."""
         ids = self.encode(prompt)
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def next_logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """The target's logits float32 [V] for the token behind `ids`, one or more of them."""
+        """Return the target's logits, float32 [V], for the token after `ids` (at least one id)."""
         rule = AcceptanceRule(SamplingParams(temperature=1.0), self._history, None)
         rounds = self._rounds("none", rule)
         with self.turn():
@@ -279,17 +286,17 @@ class Engine:
         return DeviceRounds(self.device, rule, drafts=drafter != "none")
 
     def turn(self) -> RequestLock:
-        """A context in which this thread has the engines for itself; requests wait."""
+        """Return a context manager that gives this thread exclusive use of the engines."""
         return self._turns
 
     def drafter(self, name: str) -> Drafter:
-        """The drafter `name`, one of `drafters`; loaded when it is first asked for."""
+        """Return drafter `name`, one of `drafters`. It is loaded on first use."""
         if name not in self._drafters:
             self._drafters[name] = build(name, self.bundle, self._threads, self._clock)
         return self._drafters[name]
 
     def default_tree(self, drafter: str) -> TreePlan:
-        """The tree of a request that asks for no other: the draft's, else the plan's."""
+        """Return the default tree of a drafter: the draft's own, or the plan's."""
         info = self.bundle.manifest.drafts.get(drafter)
         return self.plan.tree if info is None else info.tree
 
@@ -299,9 +306,9 @@ class Engine:
         if name not in self.drafters:
             if self.device is not None and name in available(self.bundle):
                 raise RequestError(
-                    f"drafter '{name}' does not run on a GPU, where one head with an engine"
-                    f" draft_tree drafts; here there is: {', '.join(self.drafters)}; device 'cpu'"
-                    " runs them all"
+                    f"drafter '{name}' is not supported on a GPU, which runs one head with an"
+                    f" engine draft_tree; available here: {', '.join(self.drafters)}; device 'cpu'"
+                    " runs all drafters"
                 )
             known = isinstance(name, str) and name in DRAFTERS
             raise RequestError(
@@ -328,20 +335,21 @@ def load(
     device: str = "cpu",
     backend: str | None = None,
 ) -> Engine:
-    """Opens the bundle folder at `path` and loads its engines.
+    """Open the bundle folder at `path` and load its engines.
 
-    threads: of each engine on the CPU, by default the cores this process may use. device: "cpu" or
-    "cuda". backend: what runs the engines there, see BACKENDS; by default what the bundle was
+    threads: CPU threads of each engine; None for all cores available to the process. device: "cpu"
+    or "cuda". backend: one of `DEVICE_BACKENDS[device]`; None for the one that the bundle was
     planned or built for.
-    Raises BundleError, EngineMissing, DeviceError, PlanError, RequestError.
+
+    Raises BundleError, EngineMissing, DeviceError, PlanError and RequestError.
     """
     if device not in DEVICE_BACKENDS:
         raise RequestError(
-            f"device '{device}' is not supported, choose one of {', '.join(DEVICE_BACKENDS)}"
+            f"device '{device}' is not supported: use one of {', '.join(DEVICE_BACKENDS)}"
         )
     if backend is not None and backend not in DEVICE_BACKENDS[device]:
         raise RequestError(
-            f"backend '{backend}' does not run on device {device}, choose one of"
+            f"backend '{backend}' does not run on device {device}: use one of"
             f" {', '.join(DEVICE_BACKENDS[device])}"
         )
     bundle, threads = Bundle.open(path), checked_threads(threads)

@@ -1,28 +1,28 @@
-"""Every error a caller may catch.
+"""The errors that a caller can catch.
 
 Eagle3Error
 ├── EngineMissing        no engine package (onnxruntime, tensorrt, ...) is installed
-├── DeviceError          no GPU that can be used: none there, no driver, an old one, out of memory
-├── BundleError          a bundle is missing, truncated, foreign or of another schema
-├── PlanError            a plan that contradicts itself or the bundle
-├── RequestError         a request that cannot be served as asked (prompt, sampling option)
+├── DeviceError          no usable GPU: not found, no driver, driver too old, out of memory
+├── BundleError          a bundle is missing, truncated, invalid or has another schema version
+├── PlanError            a plan contradicts itself or the bundle
+├── RequestError         a request cannot be served (invalid prompt or option)
 │   └── PromptTooLong    the prompt does not fit the context
-├── EngineError          an engine failed or returned numbers that are not numbers
-├── BuildError           a plan file that cannot be built, or not be used here
-├── DataError            training data that cannot be read, written or used
-├── TrainingError        a training run that cannot start, resume or go on
-└── ExportError          an export cannot be done
-    ├── UnsupportedModel     an architecture that cannot be expressed, by name
-    ├── CheckpointError      a draft checkpoint that is not understood completely
+├── EngineError          an engine failed or returned NaN
+├── BuildError           a plan file cannot be built, or cannot be used on this machine
+├── DataError            training data cannot be read, written or used
+├── TrainingError        a training run cannot start, resume or continue
+└── ExportError          an export failed
+    ├── UnsupportedModel     the architecture is not supported; the message names the reason
+    ├── CheckpointError      a draft checkpoint cannot be read unambiguously
     └── SelfCheckFailed      the exported engines disagree with PyTorch
 
-Each message says what was wrong, the values involved and what to do. The command line prints
-it without a traceback and exits with 1.
+Each message states what is wrong, the values involved, and what to do. The command line prints the
+message without a traceback and exits with status 1.
 """
 
 
 class Eagle3Error(Exception):
-    """Base of all errors that are the caller's to handle."""
+    """Base class of all errors that a caller can handle."""
 
 
 class EngineMissing(Eagle3Error):
@@ -30,7 +30,7 @@ class EngineMissing(Eagle3Error):
 
 
 class DeviceError(Eagle3Error):
-    """The GPU cannot be used as it is."""
+    """The GPU cannot be used."""
 
 
 class BundleError(Eagle3Error):
@@ -38,15 +38,15 @@ class BundleError(Eagle3Error):
 
 
 class PlanError(Eagle3Error):
-    """A plan contradicts itself or what it is applied to."""
+    """A plan contradicts itself, or the bundle or device it is applied to."""
 
 
 class RequestError(Eagle3Error):
-    """A request cannot be served as asked."""
+    """A request cannot be served because its prompt or an option is invalid."""
 
 
 class PromptTooLong(RequestError):
-    """The prompt does not fit the context the bundle was built for."""
+    """The prompt does not fit the context that the bundle was built for."""
 
 
 class EngineError(Eagle3Error):
@@ -62,19 +62,19 @@ class DataError(Eagle3Error):
 
 
 class TrainingError(Eagle3Error):
-    """A training run cannot start, resume or go on."""
+    """A training run cannot start, resume or continue."""
 
 
 class ExportError(Eagle3Error):
-    """An export cannot be done."""
+    """An export failed."""
 
 
 class UnsupportedModel(ExportError):
-    """The target's architecture cannot be expressed; the message names it and the reason."""
+    """The target's architecture is not supported; the message names it and the reason."""
 
 
 class CheckpointError(ExportError):
-    """A draft checkpoint is not understood completely."""
+    """A draft checkpoint cannot be read unambiguously."""
 
 
 class SelfCheckFailed(ExportError):

@@ -1,6 +1,7 @@
-"""What a request may ask of sampling: every option, checked when it is made.
+"""The sampling options of a request, validated when they are created.
 
-Where it sits: `Engine.stream` makes one from its options; `sampling.py` obeys it.
+`Engine.stream` creates a `SamplingParams` from its options, and `acceptance/sampling.py` applies
+it.
 """
 
 import os
@@ -19,9 +20,9 @@ Acceptance = Literal["rejection", "coupled"]
 
 MAX_THREADS = 1024
 
-_LARGEST = 1e30  # of a penalty, a bias, a temperature: leaves float32 room for sums and products
+_LARGEST = 1e30  # limit of penalties, biases and temperature, so that float32 cannot overflow
 
-_RANGES = {  # field: lowest and highest value, what else to know
+_RANGES = {  # field: (lowest value, highest value, note for the error message)
     "temperature": (0.0, _LARGEST, "0 is greedy"),
     "top_p": (0.0, 1.0, "above 0; None is off"),
     "min_p": (0.0, 1.0, "None is off"),
@@ -33,9 +34,9 @@ _RANGES = {  # field: lowest and highest value, what else to know
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; the defaults are greedy decoding.
+    """How the tokens of one request are chosen. The default is greedy decoding.
 
-    Raises RequestError on any value that cannot be served, naming field, value and range.
+    Raises RequestError for an invalid value; the message states field, value and range.
     """
 
     temperature: float = 0.0
@@ -53,7 +54,7 @@ class SamplingParams:
         for name, (low, high, note) in _RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in ("top_p", "min_p"):
-                # Stored as a python float, so that float32 arithmetic stays float32.
+                # Stored as a Python float, so that float32 arithmetic stays float32.
                 object.__setattr__(self, name, _checked_float(name, value, low, high, note))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", _checked_int("top_k", self.top_k, None))
@@ -61,22 +62,23 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         if self.acceptance not in get_args(Acceptance):
             raise RequestError(
-                f"acceptance is {self.acceptance!r}; allowed: {', '.join(get_args(Acceptance))}"
+                f"acceptance must be one of {', '.join(get_args(Acceptance))}, got"
+                f" {self.acceptance!r}"
             )
 
     @property
     def greedy(self) -> bool:
-        """True when the token is the argmax: no random number is ever drawn."""
+        """Whether the token is the argmax, so that no random number is drawn."""
         return self.temperature == 0.0
 
     @property
     def edits_logits(self) -> bool:
-        """True when greedy needs the logits on the host, not only the engine's argmax."""
+        """Whether greedy decoding needs the logits on the host, not only the engine's argmax."""
         return self.penalises or bool(self.logit_bias)
 
     @property
     def penalises(self) -> bool:
-        """True when any penalty is active, that is when the text so far changes the logits."""
+        """Whether a penalty is active, so that the text so far changes the logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -84,7 +86,7 @@ class SamplingParams:
         )
 
     def validate_for_vocab(self, vocab_size: int) -> None:
-        """Refuse logit_bias ids outside [0, V); call once per request (RequestError)."""
+        """Raise RequestError if logit_bias names a token id outside [0, V)."""
         outside = [token for token in self.logit_bias if token >= vocab_size]
         if outside:
             raise RequestError(
@@ -94,7 +96,7 @@ class SamplingParams:
 
     @cached_property
     def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """`logit_bias` as ids int64 [n] and values float32 [n]."""
+        """`logit_bias` as token ids int64 [n] and values float32 [n]."""
         ids = np.fromiter(self.logit_bias.keys(), np.int64, len(self.logit_bias))
         values = np.fromiter(self.logit_bias.values(), np.float32, len(self.logit_bias))
         return ids, values
@@ -102,7 +104,7 @@ class SamplingParams:
 
 def _checked_float(name: str, value: Any, low: float, high: float, note: str) -> float:
     number = isinstance(value, Real) and not isinstance(value, bool)
-    # NaN fails the comparison too.
+    # The comparison is false for NaN as well.
     if not number or not low <= value <= high or (name == "top_p" and value == 0):
         allowed = f"a number in [{low:g}, {high:g}] ({note})"
         raise RequestError(f"{name} is {value!r}; allowed: {allowed}")
@@ -129,17 +131,20 @@ def _checked_bias(bias: object) -> dict[int, float]:
 
 
 def checked_count(name: str, value: int) -> int:
-    """`value` as an int of at least 1. Raises RequestError, by name."""
+    """Return `value` as an int of at least 1. Raises RequestError that names the option."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise RequestError(f"{name} is {value!r}: give an integer of at least 1")
+        raise RequestError(f"{name} must be an integer of at least 1, got {value!r}")
     return int(value)
 
 
 def checked_threads(threads: int | None) -> int:
-    """Threads of an engine; None takes the cores that this process may use. Raises RequestError."""
+    """Return the number of threads of an engine; None means all cores available to the process.
+
+    Raises RequestError.
+    """
     if threads is None:
         return len(os.sched_getaffinity(0))
     count = checked_count("threads", threads)
     if count > MAX_THREADS:
-        raise RequestError(f"threads is {threads}: give at most {MAX_THREADS}")
+        raise RequestError(f"threads must be at most {MAX_THREADS}, got {threads}")
     return count

@@ -1,4 +1,4 @@
-"""A request: the options that `Engine.stream` takes, and what it makes of them."""
+"""A request: the options that `Engine.stream` accepts, and their validated form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_LOGPROBS = 20
 
 
 class Options(TypedDict, total=False):
-    """The options of `Engine.stream`, where they are explained and have their defaults."""
+    """The options of `Engine.stream`, which documents them and sets their defaults."""
 
     max_new_tokens: int
     temperature: float
@@ -42,7 +42,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """A request, validated."""
+    """A validated request."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -56,28 +56,33 @@ class Request:
 
 
 def checked_stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """As a tuple. Raises RequestError."""
+    """Return the stop strings as a tuple. Raises RequestError."""
     if stop is None:
         return ()
     if isinstance(stop, str):
         return (stop,)
     if isinstance(stop, bytes) or not isinstance(stop, Sequence):
-        raise RequestError(f"stop is {stop!r:.80}: give a text or a list of texts")
+        raise RequestError(f"stop must be a string or a list of strings, got {stop!r:.80}")
     return tuple(stop)
 
 
 def checked_cancel(cancel: threading.Event | None) -> threading.Event:
-    """An event in any case. Raises RequestError."""
+    """Return `cancel`, or a new event if it is None. Raises RequestError."""
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise RequestError(f"cancel is {cancel!r:.80}: give a threading.Event")
+        raise RequestError(f"cancel must be a threading.Event, got {cancel!r:.80}")
     return threading.Event() if cancel is None else cancel
 
 
 def checked_logprobs(logprobs: int | bool | None) -> int | None:
-    """How many alternatives to give; None: no log-probabilities. Raises RequestError."""
+    """Return the number of alternatives per token, or None for no log-probabilities.
+
+    Raises RequestError.
+    """
     if logprobs is None or logprobs is False:
         return None
     count = 0 if logprobs is True else logprobs
     if not isinstance(count, Integral) or not 0 <= int(count) <= MAX_LOGPROBS:
-        raise RequestError(f"logprobs is {logprobs!r}: give an integer from 0 to {MAX_LOGPROBS}")
+        raise RequestError(
+            f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {logprobs!r}"
+        )
     return int(count)

@@ -1,4 +1,4 @@
-"""One request of an engine at a time: whose turn it is, and who waits."""
+"""The lock that lets an engine run one request at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from eagle3.runtime.errors import RequestError
 
 
 class RequestLock:
-    """A context that a request is run in: waits for other threads, refuses its own.
+    """Context manager around a request. It waits for other threads and refuses its own.
 
-    A stream that is read by several threads belongs to the one that read it last.
+    A stream that several threads read belongs to the thread that read it last. Entering raises
+    RequestError if this thread already holds an open stream, which would otherwise deadlock.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class RequestLock:
         return self
 
     def resume(self) -> None:
-        """The current thread goes on with the request."""
+        """Make the current thread the owner of the request."""
         self._owner = threading.current_thread()
 
     def __exit__(self, *_: object) -> None:

@@ -1,25 +1,26 @@
-"""What a request cost and how well the draft did."""
+"""Statistics of a request: counts, times and acceptance, and the clock that engines share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of the first draft token, on ordinary text: below it the head is wired wrongly.
+# Acceptance of the first draft token on ordinary text. Below it the head is probably miswired.
 NEAR_ZERO_ACCEPTANCE = 0.10
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts and times of one request; times in milliseconds of wall clock.
+    """Counts and times of one request. Times are wall-clock milliseconds.
 
-    drafter: the name of the one that proposed. rounds: target calls after the prefill.
-    acceptance_length: committed tokens per round, the target's own token included (tau).
-    accepted_by_position: of the rounds that proposed a token at draft position i,
-    proposed_by_position of them, the share that accepted one.
-    tokens_per_second: of the rounds, the first token (it belongs to the prefill) not counted.
-    engine_ms: the part of decode_ms inside engines. plain_rounds: those without a draft. fell_back:
-    speculation was switched off as it cost more than it gained.
+    rounds: target calls after the prefill. plain_rounds: rounds without a draft.
+    acceptance_length: committed tokens per round, including the target's own token (tau).
+    proposed_by_position: number of rounds that proposed a token at draft position i.
+    accepted_by_position: the fraction of those rounds that accepted it.
+    tokens_per_second: of the rounds; the first token belongs to the prefill and is not counted.
+    engine_ms: the part of decode_ms spent inside engines.
+    fell_back: whether speculation was switched off because it cost more than it gained.
+    drafter: the name of the drafter.
     """
 
     rounds: int = 0
@@ -35,13 +36,13 @@ class Stats:
     drafter: str = "none"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         lists = {n: list(v) for n, v in vars(self).items() if isinstance(v, tuple)}
         return {**vars(self), **lists}
 
 
 class StatsRecorder:
-    """Adds up one request."""
+    """Accumulates the statistics of one request."""
 
     def __init__(self, drafter: str) -> None:
         self._drafter = drafter
@@ -52,9 +53,10 @@ class StatsRecorder:
         self._accepted: list[int] = []
 
     def round(self, depth: int, accepted: int, committed: int) -> None:
-        """One round whose tree had `depth` levels, of which `accepted` were accepted.
+        """Record a round whose tree had `depth` levels, of which `accepted` were accepted.
 
-        committed: tokens it added; fewer than accepted + 1 where the text ended inside the path.
+        committed: tokens that the round added. It is less than accepted + 1 if the text ended
+        inside the accepted path.
         """
         self.rounds += 1
         self.plain_rounds += depth == 0
@@ -67,7 +69,7 @@ class StatsRecorder:
             self._accepted[position] += position < accepted
 
     def result(self) -> Stats:
-        """The sums as they stand."""
+        """Return the statistics recorded so far."""
         seconds = self.decode_ns / 1e9
         return Stats(
             rounds=self.rounds,
@@ -88,7 +90,7 @@ class StatsRecorder:
 
 @dataclass
 class Clock:
-    """Time spent inside engines, by all sessions that share it."""
+    """Time spent inside engines, and calls per engine, of all sessions that share the clock."""
 
     engine_ns: int = 0
     calls: dict[str, int] = field(default_factory=dict)

@@ -1,10 +1,10 @@
-"""Models whose sizes are known, written out by hand from their public configurations."""
+"""Sizes of known models, computed by hand from their public configurations."""
 
 from eagle3.plans.facts import Attention, DraftFacts, Experts, TargetFacts
 
 
 def llama_8b() -> TargetFacts:
-    """Llama-3.1-8B: 8.03e9 parameters."""
+    """Return the sizes of Llama-3.1-8B, which has 8.03e9 parameters."""
     hidden, vocab = 4096, 128256
     attention = 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 4096
     layer = attention + 3 * 4096 * 14336 + 2 * 4096
@@ -22,7 +22,10 @@ def llama_8b() -> TargetFacts:
 
 
 def llama_8b_head() -> DraftFacts:
-    """Its published EAGLE-3 head: fc 3d -> d, one layer that reads 2d, 32,000 draft tokens."""
+    """Return the sizes of its published EAGLE-3 head.
+
+    fc is 3d -> d, the layer's input has width 2d, and the draft vocabulary has 32,000 tokens.
+    """
     layer = 8192 * 4096 + 2 * 8192 * 1024 + 4096 * 4096 + 3 * 4096 * 14336
     return DraftFacts(
         name="EAGLE3-Llama-3.1-8B",
@@ -39,7 +42,7 @@ def llama_8b_head() -> DraftFacts:
 
 
 def smollm2() -> TargetFacts:
-    """SmolLM2-135M: the embedding is the lm_head."""
+    """Return the sizes of SmolLM2-135M, whose lm_head is tied to the embedding."""
     layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576
     return TargetFacts(
         name="SmolLM2-135M",
@@ -55,7 +58,10 @@ def smollm2() -> TargetFacts:
 
 
 def mixture() -> TargetFacts:
-    """A mixture of 8 experts, 2 a token: 1,000 dense and 8,000 expert parameters."""
+    """Return the sizes of a mixture of 8 experts with 2 per token.
+
+    It has 1,000 dense and 8,000 expert parameters.
+    """
     return TargetFacts(
         name="mixture",
         num_parameters=9000 + 2 * 100 * 10,

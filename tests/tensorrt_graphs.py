@@ -1,4 +1,4 @@
-"""Small ONNX graphs for the tests of plan files: one made by hand, and bfloat16 ones read wider."""
+"""Helpers of the tests of plan files: a small ONNX graph, and bfloat16 graphs cast to float32."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def value(name: str, shape: Sequence[int | str], dtype: int = HALF) -> onnx.Valu
 
 
 class CachedAttention:
-    """One layer as an export writes it; a test changes what it likes before `model`.
+    """One attention layer as an export writes it. Tests modify it before they call `model`.
 
-    q, k, v [B,2,N,16], mask [B,1,N,32] float16, past_k, past_v [B,2,32,16], past_len [B].
+    Inputs: q, k, v [B,2,N,16], mask [B,1,N,32], past_k and past_v [B,2,32,16], all float16, and
+    past_len [B] int64.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class CachedAttention:
         self.opset = 24
 
     def set(self, node: onnx.NodeProto, name: str, attribute: Any) -> None:
-        """Gives a node an attribute, in place of the one it has."""
+        """Set an attribute of a node, replacing an existing one."""
         kept = [each for each in node.attribute if each.name != name]
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute(name, attribute)])
@@ -65,7 +66,7 @@ class CachedAttention:
 
 
 def widened(path: Path) -> bytes:
-    """The graph at `path`, weights included, with float32 wherever it has bfloat16."""
+    """Return the graph at `path`, including its weights, with bfloat16 replaced by float32."""
     model = onnx.load(str(path))
     graph = model.graph
     for tensor in graph.initializer:

@@ -1,7 +1,8 @@
-"""The command line: what goes where, and with which exit code."""
+"""Test the command line: output streams, exit statuses and messages."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shlex
@@ -36,12 +37,13 @@ from eagle3.runtime.ort import ort_library
 from eagle3.runtime.stats import Stats
 from eagle3.runtime.terminal import console
 from eagle3.runtime.terminal.conversation import ChatSession, converse
+from eagle3.runtime.text.prompt_files import PROMPTS
 from eagle3.runtime.trees.tree import Tree
 
 
 @pytest.fixture
 def loaded(engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> eagle3.Engine:
-    """Commands get the session's engine instead of loading the bundle again."""
+    """Let commands use the engine of the test session instead of loading the bundle again."""
     monkeypatch.setattr(engine_module, "load", lambda *_, **__: engine)
     return engine
 
@@ -79,6 +81,20 @@ def test_every_help_works_without_engine_or_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Usage:" in done.stdout
+
+
+def test_help_names_the_defaults_of_the_engine() -> None:
+    """The help texts repeat them, because `--help` must not import the engine."""
+    defaults = inspect.signature(eagle3.Engine.stream).parameters
+    options = [each for each in cli.main.commands["run"].params if isinstance(each, click.Option)]
+    helps = {str(each.name): each.help or "" for each in options}
+    assert f"[default: {defaults['acceptance'].default}]" in helps["acceptance"]
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in ("max_new_tokens", "temperature", "seed", *penalties):
+        assert f"[default: {defaults[name].default:g}" in helps[name]
+    text = " ".join(call("verify", "--help").stdout.split())
+    assert f"[default: {checks.MAX_NEW_TOKENS}]" in text
+    assert f"[default: {len(PROMPTS)} built-in prompts]" in text
 
 
 def test_it_runs_as_a_module() -> None:
@@ -151,7 +167,7 @@ def test_wrong_usage_exits_2(words: list[str]) -> None:
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--drafter", "medusa"], "drafter 'medusa' is unknown"),
         (["--num-draft-tokens", "99"], "max_draft_tokens is 32"),
-        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1, got 0"),
         (["--logit-bias", "64=1"], "the vocabulary has 64"),
         (["--compare", "--no-draft"], "nothing to compare"),
         (["--stop", ""], "stop"),
@@ -277,7 +293,7 @@ def test_a_tree_by_name_or_from_a_file(
         expected = paths if isinstance(paths, TreePaths) else TreePaths(paths)
         assert expected in [each.static for each in seen]
     assert call(*words, "--tree", "dynamic", "--max-new-tokens", "4").exit_code == 0
-    failed(call(*words, "--tree", "medusa"), 1, "tree 'medusa' is neither a file nor one of")
+    failed(call(*words, "--tree", "medusa"), 1, "tree 'medusa' not found: use one of")
     file.write_text("[[1]]")
     failed(call(*words, "--tree", file), 1, "tree.json: path [1] of the static tree")
 
@@ -337,7 +353,7 @@ def test_compare_promises_no_tokens_under_rejection(loaded: eagle3.Engine) -> No
 
 
 def interrupt_after_first_chunk(engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the answer is under way, once it shows something."""
+    """Send Ctrl-C while the answer is generated, after its first text was shown."""
     stream = engine.stream
 
     def interrupted(*args: Any, **options: Any) -> Iterator[eagle3.Chunk]:
@@ -404,7 +420,7 @@ def test_chat_remembers_until_reset(loaded: eagle3.Engine, monkeypatch: pytest.M
         ["system", "user"],
     ]
     assert result.stdout.splitlines()[0] == seen[1][2]["content"]
-    assert "starts anew" in result.stderr
+    assert "was cleared" in result.stderr
 
 
 def test_chat_refuses_a_bad_option_before_any_question(loaded: eagle3.Engine) -> None:
@@ -531,7 +547,7 @@ def test_inspect_in_words_and_as_json(bundle: Bundle) -> None:
 def test_inspect_finds_an_altered_file(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One too large to be hashed whenever the bundle is opened."""
+    """Use a file that is too large to be hashed every time the bundle is opened."""
     monkeypatch.setattr(bundle_module, "MAX_SMALL_BYTES", 0)
     for path in bundle.root.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -539,7 +555,7 @@ def test_inspect_finds_an_altered_file(
     altered[-1] ^= 1
     (tmp_path / "target.onnx").write_bytes(altered)
     assert call("inspect", tmp_path).exit_code == 0
-    failed(call("inspect", tmp_path, "--hashes"), 1, "foreign or altered")
+    failed(call("inspect", tmp_path, "--hashes"), 1, "is not the exported file")
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

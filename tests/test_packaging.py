@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import eagle3
+from eagle3.runtime import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_SHIPPED = {"tests", "bench", "demo", "docs", "build", "dist"}
@@ -98,6 +99,11 @@ def test_the_root_names_are_what_they_say() -> None:
         eagle3.__version__
         == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     )
+
+
+def test_every_error_is_a_root_name() -> None:
+    defined = {each.__name__ for each in vars(errors).values() if isinstance(each, type)}
+    assert defined <= set(eagle3.__all__)
 
 
 def test_help_is_instant_and_needs_no_engine() -> None:

@@ -1,4 +1,4 @@
-"""Trains draft heads: data from the target, training-time test, evaluation by decoding.
+"""Training of draft heads: data written by the target, training-time test, evaluation by decoding.
 
-Needs torch. Each stage has a room below; this folder has no code of its own.
+Requires torch. Each stage has its own folder below; this folder contains no code itself.
 """

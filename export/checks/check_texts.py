@@ -1,4 +1,6 @@
-"""The texts that an export is checked on; written for this project, free to use."""
+"""The texts that an export is checked on. They were written for this project and are
+free to use.
+"""
 
 TEXT = """\
 A lighthouse keeper once wrote down everything the sea brought to his door. On Monday it was a

@@ -1,4 +1,6 @@
-"""The self-check of `draft_tree`: trees grown in one call against those grown a level a call."""
+"""The self-check of `draft_tree`: trees grown in one call against trees grown one level
+per call.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ _AGREEMENT = 0.75
 
 
 def grown_tree_agreement(bundle: Bundle, name: str, reference: Reference) -> float:
-    """Share of nodes that the two ways to grow a draft's tree have in common, mean over a text.
+    """Return the fraction of nodes that both ways to grow a tree have in common, mean over a text.
 
-    Rounding may decide between candidates of nearly equal value; raises SelfCheckFailed where it is
-    more than that.
+    Rounding can decide between candidates of nearly equal value. Raises SelfCheckFailed if the
+    difference is larger than that.
     """
     tree, clock, tokens = bundle.manifest.drafts[name].tree, Clock(), reference.tokens
     assert reference.features is not None
@@ -48,7 +50,7 @@ def grown_tree_agreement(bundle: Bundle, name: str, reference: Reference) -> flo
     if agreement < _AGREEMENT:
         raise SelfCheckFailed(
             f"the exported {name}.draft_tree disagrees with {name}.draft: {agreement:.1%} of their"
-            f" nodes are the same, at least {_AGREEMENT:.0%} must be; nothing was written. Please"
+            f" nodes are equal, expected at least {_AGREEMENT:.0%}; nothing was written. Please"
             " report the target and the versions"
         )
     return agreement

@@ -33,7 +33,9 @@ def check_head(
     reference: Reference,
     tolerance: float,
 ) -> dict[str, Any]:
-    """Per-step logits: rows with the target's features, then what the head feeds back, K = 2."""
+    """Compare logits per step: rows with the target's features, then rows with the fed back
+    output, K = 2.
+    """
     engine = DraftEngine(bundle, num_threads(), Clock(), name)
     if bundle.manifest.drafts[name].weights == "int8":
         module = with_int8_weights(module)
@@ -79,7 +81,9 @@ class _DraftPath:
         self._tokens = reference.tokens[1 : len(features) + 1].tolist()
 
     def logits(self, path: tuple[int, ...]) -> Array:
-        """Logits [Vd] of the row with the last token of `path` (() = the last prefix row)."""
+        """Return the logits [Vd] of the row with the last token of `path` (() is the last prefix
+        row).
+        """
         with torch.no_grad():
             g = self._module.fuse(self._features)
             for length in range(len(path) + 1):

@@ -1,4 +1,4 @@
-"""The self-check of a small LM that drafts: its engine against the PyTorch model it came from."""
+"""The self-check of a small LM as a draft: its engine against the PyTorch model it came from."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _STEPS = 3
 def check_model(
     bundle: Bundle, name: str, lm: Target, tokens: NDArray[np.int64], tolerance: float
 ) -> dict[str, Any]:
-    """A text in two calls, then two branches side by side, level by level.
+    """Compare a text in two calls, then two branches side by side, level by level.
 
-    Raises SelfCheckFailed where a row's logits are not those of its path in PyTorch.
+    Raises SelfCheckFailed if a row's logits are not those of its path in PyTorch.
     """
     engine = ModelEngine(bundle, name, num_threads(), Clock())
     info = bundle.manifest.drafts[name]

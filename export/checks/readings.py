@@ -1,11 +1,11 @@
-"""Would another reading of the head's checkpoint fit its target clearly better?
+"""Measures whether another reading of the head's checkpoint would fit its target clearly better.
 
-A head whose fused layers are counted one off, or whose mapping is read the wrong way, runs without
-an error and is merely slow. So the readings next to the resolved one are measured on greedy texts
-of the target: how often the head's first token is the one that the target says, which is the
-acceptance of the first draft position, since its rows carry the target's features alone. Which
-reading is better is judged by the probability that the head gives to the target's token: on few
-hundred tokens it tells apart what counts of hits cannot.
+A head whose fused layers are off by one, or whose vocabulary mapping is misread, runs without an
+error and is only slow. The readings next to the resolved one are therefore measured on greedy
+texts of the target: how often the head's first token is the target's token, which is the
+acceptance of the first draft position, since its rows carry only features of the target. Readings
+are compared by the probability that the head gives to the target's token: on a few hundred tokens
+it separates readings that counts of hits cannot.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from eagle3.export.targets.target import Target
 from eagle3.runtime.errors import CheckpointError
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE
 
-# How many standard errors the mean of the differences must lie above zero.
+# Number of standard errors that the mean difference must be above zero.
 _MIN_DEVIATIONS = 2.5
 
 
 @dataclass(frozen=True)
 class AnsweredText:
-    """Token ids [T] of a prompt and the target's greedy answer, which starts at `start`."""
+    """Token ids [T] of a prompt and the target's greedy answer, which begins at index `start`."""
 
     tokens: NDArray[np.int64]
     start: int
@@ -43,10 +43,10 @@ class AnsweredText:
 
 @dataclass(frozen=True)
 class Reading:
-    """A way to read a head's checkpoint, and how it does on the texts; shares of 0 to 1.
+    """A way to read a head's checkpoint, and its results on the texts, as fractions.
 
-    acceptance: how often the head's best first token is the target's. probability: what it gives to
-    the target's token, on average.
+    acceptance: how often the head's most likely first token is the target's. probability: the mean
+    probability that it gives to the target's token.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Reading:
 def compare_readings(
     head: Head, target: Target, texts: Sequence[AnsweredText]
 ) -> tuple[Reading, ...]:
-    """The resolved reading first, then its neighbours in the order of `neighbours`.
+    """Return the resolved reading, then its neighbors in the order of `neighbours`.
 
-    Texts without an answer are passed over; none left: no readings.
+    Texts without an answer are skipped; if none is left, there are no readings.
     """
     usable = [text for text in texts if len(text.tokens) - text.start >= 2]
     if not usable:
@@ -76,7 +76,9 @@ def compare_readings(
 
 @dataclass(frozen=True)
 class _Score:
-    """Of every answer token [n] but the first: was it the best one, and its probability."""
+    """Per answer token [n] except the first: whether it was the most likely one, and its
+    probability.
+    """
 
     hits: NDArray[np.bool_]
     probabilities: NDArray[np.float64]
@@ -86,7 +88,9 @@ class _Score:
 
 
 def neighbours(head: Head) -> Iterator[tuple[str, Head]]:
-    """Other readings of the same checkpoint that would load without an error, one change each."""
+    """Yield other readings of the same checkpoint that load without an error, each with one
+    change.
+    """
     changes: dict[str, dict[str, Any]] = {}
     for shift in (-1, 1):
         layers = [i + shift for i in head.config.aux_layer_ids]
@@ -98,12 +102,12 @@ def neighbours(head: Head) -> Iterator[tuple[str, Head]]:
     for name, change in changes.items():
         try:
             yield name, reread(head, **change)
-        except CheckpointError:  # it would not load
+        except CheckpointError:  # this reading does not load
             continue
 
 
 class _Passage:
-    """A text with all of the target's hidden states: layer -> [T,d]."""
+    """A text with all hidden states of the target: layer -> [T,d]."""
 
     def __init__(self, target: Target, text: AnsweredText) -> None:
         self.text = text
@@ -114,7 +118,9 @@ class _Passage:
         self.hidden_states = out.hidden_states
 
     def score(self, head: Head, module: EagleHead | Eagle1Head) -> _Score:
-        """Teacher-forced: row t has the features of position t and predicts token t + 2."""
+        """Score the head teacher-forced: row t has the features of position t and predicts token t
+        + 2.
+        """
         layers = [self.hidden_states[i][:, :-1] for i in head.config.aux_layer_ids]
         features = torch.cat(layers, -1).to(module.fc.weight)
         positions = torch.arange(features.shape[1])[None]
@@ -125,7 +131,7 @@ class _Passage:
             out = module(embedding, module.fuse(features), positions, causal_attention)
             probs = module.logits(out[:, self.text.start - 1 : -1])[0].softmax(-1).double().numpy()
         said = self.text.tokens[self.text.start + 1 :]
-        # Columns of the target's ids; a token that the draft vocabulary lacks has probability 0.
+        # Columns of the target's ids. A token outside the draft vocabulary has probability 0.
         known = head.target_ids[None] == said[:, None]
         return _Score(
             hits=head.target_ids[probs.argmax(-1)] == said,
@@ -142,7 +148,9 @@ def _score(head: Head, module: EagleHead | Eagle1Head, passages: Sequence[_Passa
 
 
 def _clearly_better(score: _Score, own: _Score) -> bool:
-    """A paired, one-sided test of the mean difference; never of a reading that is bad itself."""
+    """Run a paired, one-sided test of the mean difference. A reading that is bad itself never
+    wins.
+    """
     gains = score.probabilities - own.probabilities
     if len(gains) < 2 or score.hits.mean() < max(own.hits.mean(), NEAR_ZERO_ACCEPTANCE):
         return False
@@ -151,6 +159,6 @@ def _clearly_better(score: _Score, own: _Score) -> bool:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """q [B,Hq,N,D], k and v [B,Hkv,N,D] -> [B,N,Hq,D], each row sees those before it."""
+    """q [B,Hq,N,D], k and v [B,Hkv,N,D] -> [B,N,Hq,D], causal."""
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)

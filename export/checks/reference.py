@@ -1,4 +1,4 @@
-"""What an engine is compared with: the PyTorch model's own numbers, and how errors are judged."""
+"""The reference of a self-check: the PyTorch model's own numbers, and how errors are judged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Reference:
         self.logits, self.features = self.run(tokens)
 
     def run(self, tokens: NDArray[np.int64]) -> tuple[Array, Array | None]:
-        """A separate call without any cache."""
+        """Run a separate call without any cache."""
         with torch.no_grad():
             out = self.target.model(
                 input_ids=torch.from_numpy(tokens)[None],
@@ -42,7 +42,7 @@ class Reference:
 
 
 def relative_error(found: Array, reference: Array) -> float:
-    """max |found - reference| / max |reference|; NaN counts as infinite."""
+    """Return max |found - reference| / max |reference|; infinite if there is a NaN."""
     return relative_to(max_difference(found, reference), reference)
 
 
@@ -60,7 +60,7 @@ def num_threads() -> int:
 
 
 def with_int8_weights(module: _Module) -> _Module:
-    """A copy whose matrices hold the values that the int8 engine reads."""
+    """Return a copy whose matrices hold the values that the int8 engine reads."""
     module = copy.deepcopy(module)
     for linear in (m for m in module.modules() if isinstance(m, torch.nn.Linear)):
         weight = linear.weight.numpy().T

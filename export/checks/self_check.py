@@ -31,13 +31,13 @@ from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE, Clock
 from eagle3.runtime.trees.tree import Tree
 
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2}
-# int8 weights: the reference has them too, what is left is the kernel's int8 activations.
+# int8 weights: the reference has them too, so only the kernel's int8 activations differ.
 INT8_TOLERANCE = 1e-1
 
 _NUM_TOKENS = 384
 _FEW_TOKENS = 64
 _ANSWER_TOKENS = 48
-# A tree whose branches part at the root and again deep down: node 0 is the root.
+# A tree whose branches part at the root and again deeper; node 0 is the root.
 _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
 
 
@@ -47,17 +47,17 @@ class Checked(Protocol):
     def check(
         self, bundle: Bundle, name: str, reference: Reference, tolerance: float
     ) -> dict[str, Any]:
-        """Its engines' errors. Raises SelfCheckFailed."""
+        """Return the errors of its engines. Raises SelfCheckFailed."""
         ...
 
     def readings(self, target: Target, texts: Sequence[AnsweredText]) -> tuple[Reading, ...]:
-        """How it does as it was read, and as it might have been."""
+        """Return its results as it was read, and under other readings."""
         ...
 
 
 @dataclass
 class SelfCheck:
-    """What was measured, as it stands in the manifest: `engines` of the target, each draft."""
+    """The results, as stored in the manifest: `engines` of the target, and each draft."""
 
     engines: dict[str, Any] = field(default_factory=dict)
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class SelfCheck:
 
     @property
     def warnings(self) -> list[str]:
-        """What the user should know although the export succeeded."""
+        """Warnings for the user although the export succeeded."""
         found = [
             f"only {acceptance:.1%} of the first draft tokens of {name} are accepted on ordinary "
             "prompts: it does not fit this target as it was read. Check a head's fused layers "
@@ -91,9 +91,9 @@ def check_bundle(
     drafts: Mapping[str, Checked],
     report: Callable[[str], None],
 ) -> SelfCheck:
-    """Compares and measures; raises SelfCheckFailed, with the errors, above the tolerance.
+    """Compare and measure. Raises SelfCheckFailed, with the errors, above the tolerance.
 
-    drafts: by name in the bundle, those that are to be compared.
+    drafts: the drafts to compare, by name in the bundle.
     """
     plan, check = bundle.manifest.plan, SelfCheck()
     if plan.dtype not in TOLERANCE:
@@ -123,7 +123,7 @@ def check_bundle(
 
 
 def _on_cpu(bundle: Bundle) -> Bundle:
-    """The same files for ONNX Runtime's CPU provider, whatever backend they are for."""
+    """Return the same files for ONNX Runtime's CPU provider, whatever backend they are for."""
     gpu_alone: dict[str, Any] = {
         "verify_widths": (),
         "compute_capability": None,
@@ -134,10 +134,10 @@ def _on_cpu(bundle: Bundle) -> Bundle:
 
 
 def _tokens(target: Target, limit: int) -> NDArray[np.int64]:
-    """Several hundred token ids of ordinary text, all inside the vocabulary.
+    """Return several hundred token ids of ordinary text, all inside the vocabulary.
 
-    A tokenizer that does not know the text's words would say "unknown" to all of them, and a text
-    of equal tokens hides a wrong mask; its ids are drawn at random instead.
+    A tokenizer that does not know the words would map all of them to "unknown", and a text of
+    equal tokens hides a wrong mask; ids are drawn at random in that case.
     """
     ids = target.tokenizer(TEXT * 4, add_special_tokens=False)["input_ids"]
     known = [i for i in ids if i < target.vocab_size]
@@ -159,7 +159,7 @@ def _check_target(bundle: Bundle, reference: Reference, tolerance: float) -> dic
 
 
 def _teacher_forced(engine: TargetEngine, reference: Reference) -> dict[str, float]:
-    """The text as accepted chains of one verify call after the other."""
+    """Compare the text, verified as accepted chains in one call after the other."""
     expected = {"logits": reference.logits}
     if reference.features is not None:
         expected["features"] = reference.features
@@ -171,13 +171,13 @@ def _teacher_forced(engine: TargetEngine, reference: Reference) -> dict[str, flo
         engine.keep(past, tuple(range(1, len(part))))
         for name, whole in expected.items():
             rows = whole[past : past + len(part)]
-            # np.maximum keeps a NaN.
+            # np.maximum propagates NaN.
             worst[name] = float(np.maximum(worst[name], max_difference(getattr(out, name), rows)))
     return {name: relative_to(worst[name], whole) for name, whole in expected.items()}
 
 
 def _prefill_error(engine: TargetEngine, reference: Reference) -> float:
-    """The text prefilled in chunks: the last row."""
+    """Compare the last row of the text, prefilled in chunks."""
     tokens, chunk = reference.tokens, engine.prefill_chunk
     for past in range(0, len(tokens), chunk):
         out = engine.prefill(tokens[past : past + chunk], past, want_logits=True)
@@ -186,10 +186,13 @@ def _prefill_error(engine: TargetEngine, reference: Reference) -> float:
 
 
 def _tree_error(engine: TargetEngine, reference: Reference) -> float:
-    """One tree call behind the prefilled text, against a separate PyTorch call for every path."""
+    """Compare one tree call after the prefilled text with a separate PyTorch call for
+    every path.
+    """
     past = len(reference.tokens)
     rng = np.random.default_rng(0)
-    different = rng.permutation(np.unique(reference.tokens))  # equal siblings would hide a mix-up
+    # equal siblings would hide an exchange of rows
+    different = rng.permutation(np.unique(reference.tokens))
     tokens = np.resize(different, len(_TREE_PARENTS))
     tree = Tree(tokens, np.asarray(_TREE_PARENTS, np.int32))
     num_nodes = min(tree.num_nodes, engine.max_verify_rows)
@@ -205,9 +208,8 @@ def _tree_error(engine: TargetEngine, reference: Reference) -> float:
 
 
 def first_position_acceptance(bundle: Bundle, name: str) -> tuple[float, list[AnsweredText]]:
-    """Share of the first tokens of draft `name` that the target accepts, greedy, on PROMPTS.
-
-    With the texts that it was measured on.
+    """Return the fraction of first tokens of draft `name` that the target accepts, greedy, on
+    PROMPTS, and the texts it was measured on.
     """
     engine = Engine(bundle, num_threads())
     chat = engine.chat_template is not None

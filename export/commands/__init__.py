@@ -1,4 +1,5 @@
-"""The command `eagle3 export`: it parses options, calls the stage, and prints.
+"""The command `eagle3 export`.
 
-torch and transformers are imported inside the command, so that `--help` works without them.
+It only parses options, calls the export stage and prints. torch and transformers are imported
+inside the command, so that `--help` works without them.
 """

@@ -1,4 +1,7 @@
-"""`eagle3 export`: parses and calls; torch is imported within the command."""
+"""The command `eagle3 export`: turn its options into an `ExportRequest` or an `AddRequest`.
+
+torch is imported inside the command, so that `--help` works without it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,24 @@ from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
 from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import ExportError
-from eagle3.runtime.terminal.options import given_fields, import_stage, layer_numbers, note, parsed
+from eagle3.runtime.terminal.options import (
+    AUX_LAYERS_HELP,
+    COMPUTE_CAPABILITY_HELP,
+    DRAFT_DEPTH_HELP,
+    DRAFT_TOP_K_HELP,
+    DRAFT_WEIGHTS_HELP,
+    MAX_SEQ_LEN_HELP,
+    NUM_DRAFT_TOKENS_HELP,
+    PLAN_HELP,
+    PREFILL_CHUNK_HELP,
+    TARGET_HELP,
+    TRUST_REMOTE_CODE_HELP,
+    given_fields,
+    import_stage,
+    layer_numbers,
+    note,
+    parsed,
+)
 
 if TYPE_CHECKING:
     from eagle3.export.add_draft import AddRequest
@@ -27,74 +47,106 @@ _PLAN = Plan()
 
 
 @click.command()
-@click.option("--target", required=True, help="Hugging Face id, folder, or .gguf file.")
+@click.option("--target", required=True, metavar="MODEL", help=TARGET_HELP)
 @click.option(
     "--draft",
     "drafts",
     multiple=True,
     metavar="[NAME=]SOURCE",
-    help="Folder or id of an EAGLE-1, -2 or -3 head, or a small causal LM (also a .gguf file) of"
-    " the same vocabulary, or 'none'. Repeatable: the first is the default drafter.",
+    help="Draft: an EAGLE-1, EAGLE-2 or EAGLE-3 head, or a small causal LM with the target's"
+    " vocabulary, given as Hugging Face id, folder or (LM only) .gguf file; or none for plain"
+    " decoding. Repeatable; the first one is the default drafter.",
 )
 @click.option(
     "--add-draft",
     metavar="[NAME=]SOURCE",
-    help="A draft for the bundle that stands at --output; its target is not exported again.",
+    help="Draft to add to the existing bundle at --output, without exporting the target again.",
 )
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the bundle.",
+)
 @click.option(
     "--plan",
     "preset",
     metavar="NAME|FILE",
-    help="See `eagle3 plan list`, or a .toml file; the options below override it.",
+    help=f"{PLAN_HELP} The options below override its values.  [default: no preset]",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default=_PLAN.backend,
-    help="What will run the engines; for TensorRT the plan files are built too.",
+    help="Backend that will run the engines. For tensorrt and tensorrt-rtx, the plan files are"
+    " built too. With --dtype bfloat16, the default is ort-cuda.",
+)
+@click.option("--compute-capability", metavar="X.Y", help=COMPUTE_CAPABILITY_HELP)
+@click.option(
+    "--lowering",
+    type=click.Choice(LOWERINGS),
+    default=_PLAN.lowering,
+    help="Attention operator in the graphs: ort is ONNX Runtime's own, portable is the ONNX"
+    " standard's, which all backends except ort-cpu require and select by default.",
 )
 @click.option(
-    "--compute-capability", metavar="X.Y", help="Of the GPU that TensorRT builds for, as 8.9."
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default=_PLAN.dtype,
+    help="Data type of the target's weights, of the activations and of the KV caches.",
 )
-@click.option("--lowering", type=click.Choice(LOWERINGS), default=_PLAN.lowering)
-@click.option("--dtype", type=click.Choice(DTYPES), default=_PLAN.dtype, help="Of the target.")
 @click.option(
     "--draft-weights",
     type=click.Choice(DRAFT_WEIGHTS),
     default=_PLAN.draft_weights,
-    help="Of these drafts: as --dtype, or int8: faster, accepts a little less; the output stays"
-    " exact.",
+    help=DRAFT_WEIGHTS_HELP,
 )
-@click.option("--max-seq-len", default=_PLAN.max_seq_len, help="Prompt and answer, in tokens.")
-@click.option("--prefill-chunk", default=_PLAN.prefill_chunk, help="Prompt tokens in one call.")
-@click.option("--max-draft-tokens", default=_PLAN.max_draft_tokens, help="Of any request's tree.")
-@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help="Of the drafts' own tree.")
-@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help="Of that tree.")
-@click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help="Of that tree.")
-@click.option("--tree", metavar="NAME|FILE", help=f"The default tree: {TREE_CHOICES}.")
+@click.option("--max-seq-len", default=_PLAN.max_seq_len, help=MAX_SEQ_LEN_HELP)
+@click.option("--prefill-chunk", default=_PLAN.prefill_chunk, help=PREFILL_CHUNK_HELP)
+@click.option(
+    "--max-draft-tokens",
+    default=_PLAN.max_draft_tokens,
+    help="Largest draft tree that a request may use, in tokens, root excluded.",
+)
+@click.option("--draft-top-k", default=_PLAN.tree.draft_top_k, help=DRAFT_TOP_K_HELP)
+@click.option("--draft-depth", default=_PLAN.tree.draft_depth, help=DRAFT_DEPTH_HELP)
+@click.option("--num-draft-tokens", default=_PLAN.tree.num_draft_tokens, help=NUM_DRAFT_TOKENS_HELP)
+@click.option(
+    "--tree", metavar="NAME|FILE", help=f"Draft tree: {TREE_CHOICES}.  [default: {DYNAMIC}]"
+)
 @click.option(
     "--aux-layers",
     "aux_layer_ids",
-    callback=parsed(layer_numbers, "layer numbers, as in 2,15,27"),
+    callback=parsed(layer_numbers, "layer numbers, for example 2,15,27"),
     metavar="L,M,H",
-    help="Fused layers as hidden_states indices, where a head's config does not name them.",
+    help=f"{AUX_LAYERS_HELP}  [default: those in the head's config]",
 )
 @click.option(
     "--assume",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Decide what a head's files leave open, as in d2t=absolute; repeatable. A wrong KEY lists"
-    " them all.",
+    help="Value to assume where a head's files are ambiguous, for example d2t=absolute."
+    " Repeatable; an unknown KEY prints all keys.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
-@click.option("--force", is_flag=True, help="Replace a bundle, or a draft, that is there.")
+@click.option("--trust-remote-code", is_flag=True, help=TRUST_REMOTE_CODE_HELP)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace an existing bundle or, with --add-draft, an existing draft of the same name.",
+)
 @click.pass_context
 def export(ctx: click.Context, /, **_: Any) -> None:
-    """Compile a target and its drafts into a bundle, and check it against PyTorch."""
+    """Export a target and its drafts, and check them against PyTorch.
+
+    The result is a bundle, the folder that the other commands read. Give either --draft, to write a
+    new bundle, or --add-draft, to extend an existing one. The draft tree options set the default
+    tree of the exported drafts, which a request can override.
+    """
     drafts, added = ctx.params["drafts"], ctx.params["add_draft"]
     if bool(drafts) == (added is not None):
-        raise click.UsageError("give --draft (a head, an LM or 'none'), or --add-draft")
+        raise click.UsageError("give either --draft (a head, an LM or none) or --add-draft")
     if added is not None:
         _refuse_bundle_options(ctx)
     add = import_stage("eagle3.export.add_draft", "export", ExportError)
@@ -115,15 +167,18 @@ def export(ctx: click.Context, /, **_: Any) -> None:
 
 
 def _obstacle(plan: Plan) -> str | None:
-    """What keeps this machine from building a TensorRT plan's files, said at once."""
+    """Return and report the reason why this machine cannot build plan files for `plan`.
+
+    Returns None if it can, or if the plan's backend needs no plan files.
+    """
     obstacle = why_not_here(plan) if plan.backend in TENSORRT_BACKENDS else None
     if obstacle is not None:
-        note(f"no plan files will be built here: {obstacle}")
+        note(f"no plan files will be built on this machine: {obstacle}")
     return obstacle
 
 
 def _build(bundle: Bundle, obstacle: str | None) -> None:
-    """The plan files of a bundle for TensorRT, or how they are had where they can be built."""
+    """Build the plan files of a TensorRT bundle, or print how to build them on the device."""
     from eagle3.plans.tensorrt.plan_file_text import plan_file_lines
 
     if bundle.manifest.plan.backend not in TENSORRT_BACKENDS:
@@ -141,7 +196,7 @@ def _export_request(ctx: click.Context) -> ExportRequest:
     given = given_fields(ExportRequest, ctx.params)
     drafts = given["drafts"]
     if "none" in drafts and len(drafts) > 1:
-        raise click.UsageError("--draft none stands alone")
+        raise click.UsageError("--draft none cannot be combined with other drafts")
     sources = tuple(DraftSource.parse(each) for each in drafts if each != "none")
     plan, command = _plan(ctx), _command(ctx)
     return ExportRequest(**{**given, "drafts": sources, "plan": plan, "command": command})
@@ -158,16 +213,16 @@ def _add_request(ctx: click.Context) -> AddRequest:
 
 
 def _refuse_bundle_options(ctx: click.Context) -> None:
-    """What a bundle was exported with holds for a draft that is added too."""
+    """Raise UsageError if --add-draft is combined with an option that the bundle already sets."""
     of_bundle = {each.name for each in fields(Plan)} - {"draft_weights", "tree"} | {"preset"}
     for option in ctx.command.params:
         if option.name in of_bundle & _typed(ctx).keys():
             name = option.opts[-1]
-            raise click.UsageError(f"{name} is the bundle's own: it does not go with --add-draft")
+            raise click.UsageError(f"{name} is set by the bundle: leave it out with --add-draft")
 
 
 def _plan(ctx: click.Context) -> Plan:
-    """What the options say, or the preset and what was typed beside it."""
+    """Return the plan of the options, or the preset's plan with the given options replaced."""
     flags, preset = ctx.params, ctx.params["preset"]
     if preset is None:
         tree = _default_tree(ctx, TreePlan(**given_fields(TreePlan, flags)))
@@ -180,10 +235,10 @@ def _plan(ctx: click.Context) -> Plan:
 
 
 def _implied(ctx: click.Context) -> dict[str, Any]:
-    """What follows from options that were typed for those that were not."""
+    """Return values for options that were not given but follow from options that were."""
     typed = _typed(ctx)
     implied = {}
-    if typed.get("dtype") == "bfloat16":  # ONNX Runtime's CPU provider has none
+    if typed.get("dtype") == "bfloat16":  # unsupported by ONNX Runtime's CPU provider
         implied["backend"] = "ort-cuda"
     if typed.get("backend", implied.get("backend")) in PADDED_BACKENDS:
         implied["lowering"] = "portable"
@@ -195,7 +250,10 @@ def _typed(ctx: click.Context) -> dict[str, Any]:
 
 
 def _default_tree(ctx: click.Context, dynamic: TreePlan) -> TreePlan:
-    """The static tree that was named, whole unless a size was typed; else the dynamic one."""
+    """Return the tree that --tree selects; `dynamic` if it is not given.
+
+    A static tree is complete, unless a tree size on the command line cuts it.
+    """
     name = ctx.params["tree"]
     if name is None:
         return dynamic
@@ -205,9 +263,10 @@ def _default_tree(ctx: click.Context, dynamic: TreePlan) -> TreePlan:
 
 
 def _command(ctx: click.Context) -> str:
-    """What was typed, less --force, which the manifest keeps.
+    """Return the command line for the manifest, without --force.
 
-    An absolute path in it is cut to its last name: put it back to repeat it.
+    Absolute paths are cut to their last component, so that a bundle does not name folders of the
+    machine that exported it. To repeat the command, put the full paths back.
     """
     words = ["eagle3", "export"]
     for option in ctx.command.params:
@@ -221,7 +280,7 @@ def _command(ctx: click.Context) -> str:
 
 
 def _word(option: str | None, value: Any) -> list[str]:
-    """How an option's value was typed; nothing for a flag."""
+    """Return an option's value as it is written on the command line; nothing for a flag."""
     if value is True:
         return []
     if isinstance(value, tuple):
@@ -231,7 +290,7 @@ def _word(option: str | None, value: Any) -> list[str]:
 
 
 def _without_folders(text: str) -> str:
-    """The last name of an absolute path, also behind "NAME="."""
+    """Return the last component of an absolute path, also after "NAME="."""
     name, equals, path = text.rpartition("=")
     if Path(text).is_absolute():
         return Path(text).name

@@ -1,4 +1,4 @@
-"""Traces a draft head into its engines: `draft`, `draft_fuse` where the head fuses features, and
+"""Traces a draft head into its engines: `draft`, `draft_fuse` if the head fuses features, and
 `draft_tree`, which grows a whole tree.
 """
 
@@ -28,7 +28,9 @@ from eagle3.runtime.errors import UnsupportedModel
 
 
 def head_module(head: Head, target: Target) -> EagleHead | Eagle1Head:
-    """The module that computes a head of `target`, with its weights, in the target's dtype."""
+    """Return the module that computes a head of `target`, with its weights, in the
+    target's dtype.
+    """
     if head.config.method == "eagle1":
         return build_eagle1_head(head, lm_head_weight(target), target.model.dtype)
     return build_head(head, target.model.dtype)
@@ -44,11 +46,11 @@ def trace_draft_engines(
     *,
     may_tie: bool,
 ) -> dict[str, ir.Model]:
-    """Engine name -> model; which engines there must be is the runtime's DRAFT_ENGINES.
+    """Return engine name -> model. DRAFT_ENGINES of the runtime lists the required engines.
 
-    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. tree: what
-    `draft_tree` grows (`runtime.growth.grown_tree`), None for no such engine. may_tie: an lm_head
-    that is the embedding stays one tensor in the graph. Raises UnsupportedModel.
+    embedding [V,d]: the table that the head reads. capacity: slots of the draft's cache. tree: the
+    tree of `draft_tree` (`growth_engine.grown_tree`), or None for no such engine. may_tie: keep an
+    lm_head that is the embedding as one tensor in the graph. Raises UnsupportedModel.
     """
     if lowering.fuses and head.config.head_dim % 8:
         raise UnsupportedModel(
@@ -68,7 +70,7 @@ def trace_draft_engines(
 
 
 def _trace_fuse(module: EagleHead, lowering: Lowering) -> ir.Model:
-    """features [B,N,F] -> hidden [B,N,d]."""
+    """Trace features [B,N,F] -> hidden [B,N,d]."""
     width, dtype = module.fc.in_features, module.fc.weight.dtype
     features = torch.zeros(2, 5, width, dtype=dtype)
     inputs: dict[str, tuple[Any, str]] = {"features": (features, f"B N {width}")}

@@ -1,7 +1,7 @@
-"""Attention inside a growth graph: over the draft's cache, and over tree rows beside it.
+"""Attention inside a growth graph: over the draft's cache, and over the tree rows beside it.
 
-Letters: B batch, N rows of an extension, K of a step, C slots of the cache that are read, S all of
-them, R tree rows so far, Hq and Hkv heads, G = Hq / Hkv, D head size.
+Letters: B batch, N rows of an extension, K of a step, C cache slots that are read, S all cache
+slots, R tree rows so far, Hq and Hkv heads, G = Hq / Hkv, D head size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TO_THE_END = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What the traced layer says of itself. dtype: of activations and caches."""
+    """The sizes of the traced layer. dtype: of activations and caches."""
 
     dtype: ir.DataType
     num_heads: int
@@ -52,7 +52,7 @@ class LayerSizes:
         return ("B", self.num_kv_heads, self.capacity, self.head_dim)
 
     def number(self, value: float) -> np.ndarray:
-        """A constant of the activations' dtype."""
+        """Return a constant in the activations' dtype."""
         return np.array(value, self.dtype.numpy())
 
 
@@ -62,7 +62,7 @@ def picked_rows(add: GraphBuilder, x: ir.Value, index: ir.Value) -> ir.Value:
 
 
 class GrowthAttention:
-    """Keys and values of the cache and of the tree rows beside it, and who may see which.
+    """Keys and values of the cache and of the tree rows beside it, and which row sees which.
 
     `ort` reads the used C = max(used) slots of the cache, `portable` all C = S. Heads that share
     keys become rows: [B,Hq,N,D] is [B,Hkv,G*N,D].
@@ -85,7 +85,9 @@ class GrowthAttention:
         self._tree_bias: ir.Value | None = None  # [B,K,R] of the newest K tree rows
 
     def extend(self, positions: ir.Value, used: ir.Value) -> Attend:
-        """Of the extension rows: writes the cache; a row sees the slots up to its own."""
+        """Attention of the extension rows: they write the cache, and a row sees the slots up to
+        its own.
+        """
         add = self._add
         if self._reads_used_slots:
             self._num_slots = add("Reshape", add("ReduceMax", used, keepdims=1), [1])
@@ -110,15 +112,16 @@ class GrowthAttention:
         return attend
 
     def _read(self, present: ir.Value) -> ir.Value:
-        """The slots that are read [B,Hkv,C,D]."""
+        """Return the slots that are read, [B,Hkv,C,D]."""
         if not self._reads_used_slots:
             return present
         return self._add("Slice", present, [0], self._num_slots, [2])  # type: ignore[no-any-return]
 
     def step(self, parent_slots: ir.Value, top_k: int) -> Attend:
-        """Of K tree rows: they see the cache's used slots, their ancestors and themselves.
+        """Attention of K tree rows: they see the cache's used slots, their ancestors and
+        themselves.
 
-        parent_slots [B,K]: their parents among the rows of the step before.
+        parent_slots [B,K]: their parents among the rows of the previous step.
         """
         add = self._add
         bias = self._extended(parent_slots, top_k)
@@ -131,7 +134,7 @@ class GrowthAttention:
             rows = self._folded(q)
             prefix = self._scores(rows, self._prefix[0], self._seen)
             beside = self._scores(rows, self._turned(self._tree[0]), self._tiled(bias))
-            # One softmax over both; the scores are joined, not the keys, which are many.
+            # One softmax over both. The scores are concatenated, not the keys, which are larger.
             weights = add("Softmax", add("Concat", prefix, beside, axis=-1), axis=-1)
             of_prefix = add("Slice", weights, [0], self._num_slots, [3])
             of_tree = add("Slice", weights, self._num_slots, [_TO_THE_END], [3])
@@ -141,16 +144,16 @@ class GrowthAttention:
         return attend
 
     def _extended(self, parent_slots: ir.Value, top_k: int) -> ir.Value:
-        """[B,K,R+K]: what the parents saw, then each row itself."""
+        """Return [B,K,R+K]: what the parents saw, then each row itself."""
         add = self._add
-        every = add("Unsqueeze", add("GreaterOrEqual", parent_slots, 0), [2])  # gives it B
+        every = add("Unsqueeze", add("GreaterOrEqual", parent_slots, 0), [2])  # adds dimension B
         itself = self._bias(add("And", every, np.eye(top_k, dtype=np.bool_)[None]))
         seen = () if self._tree_bias is None else (picked_rows(add, self._tree_bias, parent_slots),)
         self._tree_bias = add("Concat", *seen, itself, axis=2)
         return self._tree_bias
 
     def _bias(self, allowed: ir.Value) -> ir.Value:
-        """Additive: 0 where allowed."""
+        """Return the additive mask: 0 for allowed slots."""
         masked = MASKED_FLOAT16 if self._sizes.dtype == ir.DataType.FLOAT16 else MASKED
         number = self._sizes.number
         return self._add("Where", allowed, number(0), number(masked))  # type: ignore[no-any-return]

@@ -1,22 +1,22 @@
 """A draft's whole growth as one graph: extension, every depth, top-k, rerank.
 
-The head is not traced for it: the graph holds copies of the layer that `DraftGraph` was traced
+The head is not traced again: the graph contains copies of the layer that `DraftGraph` was traced
 into, one for the extension and one for every depth below the first, over one set of weights. The
-extension rows write the draft's cache, as a call of `draft` does, so both may take turns on one
-cache. The tree's own rows never enter it: their keys and values stand beside it inside the graph,
-and a row attends to the used part of the cache and to its ancestors.
+extension rows write the draft's cache, as a call of `draft` does, so both engines can be used on
+one cache. The tree's own rows never enter it: their keys and values are beside it inside the
+graph, and a row attends to the used part of the cache and to its ancestors.
 
-Inputs: features [B,N,F]; next_ids [B,N] int64, row i's token of position i + 1, that of the last
-used row is the root; num_rows [B] int64, rows in use, 1 or more: those behind are padding, which
-may hold anything and whose slots the next call overwrites; past_len [B] int64, at most S - N;
-past_k.0, past_v.0 [B,Hkv,S,D].
-Outputs: tokens [B,M] int64, the target's ids; parents [B,M] int64, -1 for the root; positions [B,M]
-int64; tree_mask [B,M,M] bool, ancestors and the node itself; num_nodes [B] int64; present_k.0,
-present_v.0. Nodes that are not there come last: token 0 under node 0, at the root's position, seen
-by themselves alone.
+Inputs: features [B,N,F]; next_ids [B,N] int64, the token of position i + 1 for row i; that of the
+last used row is the root; num_rows [B] int64, rows in use, at least 1: the rows after them are
+padding, which can hold anything and whose slots the next call overwrites; past_len [B] int64, at
+most S - N; past_k.0, past_v.0 [B,Hkv,S,D].
+Outputs: tokens [B,M] int64, ids of the target; parents [B,M] int64, -1 for the root; positions
+[B,M] int64; tree_mask [B,M,M] bool, ancestors and the node itself; num_nodes [B] int64;
+present_k.0, present_v.0. Absent nodes come last: token 0 under node 0, at the root's position,
+visible only to themselves.
 
-Letters: B batch, N extension rows, F feature size, d hidden size, K top-k, M nodes, root included,
-S slots of the draft's cache, Hkv its heads, D their size.
+Letters: B batch, N extension rows, F feature size, d hidden size, K top-k, M nodes including the
+root, S slots of the draft's cache, Hkv its heads, D their size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from eagle3.export.graphs.attention import PLACEHOLDER, Lowering
 from eagle3.export.graphs.graph_builder import GraphBuilder, Resolve
 from eagle3.plans.tree_plan import TreePlan
 
-_OPSET = 24  # the first with TensorScatter, which writes the rows of several sequences at once
+# the first opset with TensorScatter, which writes the rows of several sequences at once
+_OPSET = 24
 
 
 def growth_graph(
@@ -54,10 +55,10 @@ def growth_graph(
     lowering: Lowering,
     tree: TreePlan,
 ) -> ir.Model:
-    """Engine `draft_tree`.
+    """Return the engine `draft_tree`.
 
-    draft: `DraftGraph`, traced, its attention not lowered; fuse: the engine `draft_fuse` where the
-    head has one. target_ids [Vd] int64. tree: K, D and M - 1 as they are in use, K at most Vd.
+    draft: the traced `DraftGraph` with its attention not lowered. fuse: the engine `draft_fuse`,
+    if the head has one. target_ids [Vd] int64. tree: K, D and M - 1 in use, with K at most Vd.
     """
     opsets = {"": _OPSET, "com.microsoft": 1} if lowering.fuses else {"": _OPSET}
     add = GraphBuilder("draft_tree", opsets)
@@ -75,7 +76,7 @@ def growth_graph(
 
 @dataclass(frozen=True)
 class _Call:
-    """The call's inputs, padding made harmless; what [B,1] is has a row a sequence.
+    """The inputs of the call, with padding made harmless. [B,1] has one row per sequence.
 
     ids, positions [B,N]; hidden [B,N,d], fused; past_len [B]; used [B,1]: slots in use after the
     extension, which is the root's position; last [B,1]: the last row in use; root [B,1].
@@ -100,7 +101,7 @@ def _call(add: GraphBuilder, draft: ir.Model, fuse: ir.Model | None, sizes: Laye
     next_ids = add.input("next_ids", int64, "B", "N")
     num_rows, past_len = add.input("num_rows", int64, "B"), add.input("past_len", int64, "B")
     past = tuple(add.input(f"past_{kind}.0", sizes.dtype, *sizes.cache) for kind in "kv")
-    # Counted on the device: a shape would be read on the host.
+    # Counted on the device, because a shape would be read on the host.
     rows = add("Sub", add("CumSum", add("Add", add("Mul", next_ids, 0), 1), 1), 1)  # [B,N]
     in_use = add("Less", rows, add("Unsqueeze", num_rows, [1]))
     ids = add("Where", in_use, next_ids, 0)
@@ -130,7 +131,7 @@ def _grow(
     sizes: LayerSizes,
     tree: TreePlan,
 ) -> GrownTree:
-    """The extension, whose last row gives the root's candidates, then a step a depth."""
+    """Write the extension, whose last row gives the root's candidates, then one step per depth."""
     given = {"input_ids": call.ids, "position_ids": call.positions, "hidden": call.hidden}
     attend = attention.extend(call.positions, call.used)
     ids, log_q, hidden = layer.run({**given, "logit_rows": call.last}, attend)
@@ -139,7 +140,7 @@ def _grow(
     for depth in range(1, tree.draft_depth):
         frontier = growth.next_frontier()
         hidden = picked_rows(add, hidden, frontier.parent_slots)
-        # As padding: an absent node's row must stay finite.
+        # Like padding: an absent node's row must stay finite.
         present = add("Unsqueeze", frontier.present, [2])
         ahead = np.full((1, tree.draft_top_k), depth - 1)
         given = {
@@ -171,19 +172,20 @@ def _declare_outputs(
 
 
 class _Layer:
-    """Copies of the traced head; a copy is a call of it."""
+    """Copies of the traced head. Each copy is a call of it."""
 
     def __init__(self, add: GraphBuilder, draft: ir.Model, top_k: int, lowering: Lowering) -> None:
         self._add, self._draft, self._top_k = add, draft, top_k
-        self._order_ties = not lowering.reads_used_slots  # ONNX Runtime orders them itself
+        self._order_ties = not lowering.reads_used_slots  # ONNX Runtime orders ties itself
         self._pick = _pick_of(draft)
 
     def run(
         self, given: Mapping[str, ir.Value], attend: Attend
     ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Inputs and outputs as in DraftGraph; without logit_rows all rows have candidates.
+        """Insert one call. Inputs and outputs as in DraftGraph; without logit_rows all rows get
+        candidates.
 
-        Gives top_ids and top_log_probs [B,M,K], hidden_out [B,N,d].
+        Returns top_ids and top_log_probs [B,M,K], and hidden_out [B,N,d].
         """
 
         def rewrite(node: ir.Node, resolve: Resolve) -> list[ir.Value] | None:
@@ -200,13 +202,13 @@ class _Layer:
         return ids, log_q, hidden
 
     def _best(self, log_q: ir.Value) -> list[ir.Value]:
-        """The K best of each row, K a constant here."""
+        """Return the K best of each row, where K is a constant."""
         top, ids = self._add("TopK", log_q, [self._top_k], outputs=2)
         return [top, ordered_by_id(self._add, ids, top, self._top_k) if self._order_ties else ids]
 
 
 def _pick_of(draft: ir.Model) -> ir.Node:
-    """The node that picks the rows that get logits."""
+    """Return the node that picks the rows that get logits."""
     reached = {value for value in draft.graph.inputs if value.name == "logit_rows"}
     for node in draft.graph:
         if node.op_type == "GatherND" and node.inputs[1] in reached:

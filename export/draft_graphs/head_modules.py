@@ -1,6 +1,6 @@
-"""Draft heads as PyTorch modules: the layers themselves and the two graphs that are traced.
+"""Draft heads as PyTorch modules: the layers, and the two graphs that are traced.
 
-`FuseGraph` turns the target's features into the head's input; `DraftGraph` runs rows that carry
+`FuseGraph` turns the target's features into the head's input. `DraftGraph` runs rows that carry
 either that or the head's own output (method section 2).
 """
 
@@ -49,7 +49,7 @@ def _llama_config(config: HeadConfig) -> LlamaConfig:
 
 
 class _Attention(nn.Module):
-    """Projections of the official layouts: q, k, v read `width` (EAGLE-3: 2d), o writes d."""
+    """Projections in the official layouts: q, k, v read `width` (EAGLE-3: 2d), o writes d."""
 
     def __init__(self, config: HeadConfig, width: int) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class _MidLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """An EAGLE-3 head without the target's embedding; names follow the official checkpoint.
+    """An EAGLE-3 head without the target's embedding. Names follow the official checkpoint.
 
     fuse: features [B,N,F] -> g [B,N,d]. forward: embedding [B,N,d] of token i+1, g [B,N,d] of
-    position i, position_ids [B,N] = i -> out [B,N,d]; `logits(out)` [.., Vd] are of token i+2, and
-    `feed_back(out)` [B,N,d] stands for g in the next draft step.
+    position i, position_ids [B,N] = i -> out [B,N,d]. `logits(out)` [.., Vd] predict token i+2,
+    and `feed_back(out)` [B,N,d] replaces g in the next draft step.
     """
 
     def __init__(self, config: HeadConfig, feature_size: int) -> None:
@@ -162,8 +162,8 @@ class _Eagle1Layer(nn.Module):
 class Eagle1Head(nn.Module):
     """An EAGLE-1/2 head: it predicts the next feature, which the target's lm_head reads.
 
-    The features are the target's final hidden after its last norm; the interface is EagleHead's.
-    lm_head_weight [V,d] is the target's and stays frozen.
+    The features are the target's final hidden states after its last norm. The interface is that of
+    EagleHead. lm_head_weight [V,d] is the target's and stays frozen.
     """
 
     def __init__(self, config: HeadConfig, lm_head_weight: Tensor) -> None:
@@ -191,7 +191,7 @@ class Eagle1Head(nn.Module):
 
 
 def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
-    """The head with its checkpoint's weights, in eval mode."""
+    """Return the head with its checkpoint's weights, in eval mode."""
     module = EagleHead(head.config, head.weights["fc.weight"].shape[1])
     state: Mapping[str, Any] = {
         name: tensor
@@ -203,21 +203,21 @@ def build_head(head: Head, dtype: torch.dtype) -> EagleHead:
 
 
 def embedding_table(head: Head, target: Tensor) -> Tensor:
-    """The table that a head's tokens are looked up in: the target's [V,D], or its own [V,d].
+    """Return the embedding table of a head: the target's [V,D], or its own [V,d].
 
-    target: the target's table, whose dtype an own one gets.
+    target: the target's table, whose dtype an own table is converted to.
     """
     own = head.own_embedding
     return target if own is None else own.to(target.dtype)
 
 
 def build_eagle1_head(head: Head, lm_head_weight: Tensor, dtype: torch.dtype) -> Eagle1Head:
-    """An EAGLE-1/2 head with its checkpoint's weights, in eval mode.
+    """Return an EAGLE-1/2 head with its checkpoint's weights, in eval mode.
 
-    lm_head_weight [V,d] `dtype`: the target's; it is not copied.
+    lm_head_weight [V,d] of `dtype`: the target's; it is not copied.
     """
     config, state = head.config, dict(head.weights)
-    if config.qkv_bias and not config.attention_bias:  # o has no bias: one of zeros
+    if config.qkv_bias and not config.attention_bias:  # o has no bias: use zeros
         config = replace(config, attention_bias=True)
         state["layers.0.self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
     module = Eagle1Head(config, lm_head_weight)
@@ -227,7 +227,9 @@ def build_eagle1_head(head: Head, lm_head_weight: Tensor, dtype: torch.dtype) ->
 
 
 class FuseGraph(nn.Module):
-    """features [B,N,F], low to high -> hidden [B,N,d]: what the head makes of the target's."""
+    """features [B,N,F], low to high -> hidden [B,N,d], the head's input made from the target's
+    features.
+    """
 
     def __init__(self, head: EagleHead) -> None:
         super().__init__()
@@ -240,12 +242,12 @@ class FuseGraph(nn.Module):
 class DraftGraph(nn.Module):
     """One call of the head over its static cache.
 
-    Inputs: input_ids [B,N], position_ids [B,N] int64; hidden [B,N,d], fused features or what the
-    head feeds back; tree_mask [B,N,W] bool over the last W slots; past_len [B]; logit_rows [B,M];
-    top_k [1] int64; past_k, past_v [B,Hkv,S,D].
-    Outputs: logits [B,M,Vd] float32; top_log_probs [B,M,K] float32, top_ids [B,M,K] int64 (the
-    target's ids); hidden_out [B,N,d], what is fed back. tied: the embedding [V,d] is the lm_head's
-    weight, and stays one tensor in the graph.
+    Inputs: input_ids [B,N], position_ids [B,N] int64; hidden [B,N,d], fused features or the output
+    that the head feeds back; tree_mask [B,N,W] bool over the last W slots; past_len [B];
+    logit_rows [B,M]; top_k [1] int64; past_k, past_v [B,Hkv,S,D].
+    Outputs: logits [B,M,Vd] float32; top_log_probs [B,M,K] float32, top_ids [B,M,K] int64 (ids of
+    the target); hidden_out [B,N,d], the output to feed back. tied: the embedding [V,d] is the
+    lm_head's weight, and stays one tensor in the graph.
     """
 
     def __init__(
@@ -298,7 +300,9 @@ class DraftGraph(nn.Module):
 
 
 def top_k_of(log_probs: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
-    """log_probs [B,M,Vd], top_k [1] -> values and draft ids [B,M,K], best first; K is a symbol."""
+    """log_probs [B,M,Vd], top_k [1] -> values and draft ids [B,M,K], best first, where K is a
+    symbol.
+    """
     count: int = top_k[0].item()  # type: ignore[assignment]
     torch._check(count >= 1)  # type: ignore[no-untyped-call]
     torch._check(count <= log_probs.shape[-1])  # type: ignore[no-untyped-call]

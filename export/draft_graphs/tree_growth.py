@@ -1,11 +1,11 @@
-"""EAGLE-2's expand and rerank as ONNX nodes: what `runtime.tree.DynamicTree` does, in a graph.
+"""EAGLE-2's expand and rerank as ONNX nodes: the computation of `trees/dynamic.py` in a graph.
 
-Shapes are static, only indices depend on data: every depth has K frontier nodes, of which those
-that the numpy builder would not have are *absent*: they rank last, and nothing below them is kept.
-`DynamicTree` is the reference; the trees are equal node for node.
+Shapes are static and only indices depend on data: every depth has K frontier nodes. Nodes that the
+numpy builder would not have are *absent*: they rank last, and nothing below them is kept.
+`DynamicTree` is the reference, and the trees are equal node for node.
 
-Letters: B batch, K top-k, F frontier nodes (1 at the root, K below it), C candidates of all depths,
-M nodes of the tree, root included.
+Letters: B batch, K top-k, F frontier nodes (1 at the root, K below it), C candidates of all
+depths, M nodes of the tree including the root.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ import onnx_ir as ir
 from eagle3.export.graphs.graph_builder import GraphBuilder
 from eagle3.plans.tree_plan import TreePlan
 
-_ABSENT = float("-inf")  # below every value there is: a candidate's value is finite
+_ABSENT = float("-inf")  # below every candidate's value, which is finite
 _LARGEST = float(np.finfo(np.float32).max)
 
 Best = Callable[[GraphBuilder, ir.Value, int, int], ir.Value]
-"""(builder, values [B,size] without NaN, size, count) -> int64 [B,count]: where the largest stand,
-largest first, and of equal ones the lower index first."""
+"""(builder, values [B,size] without NaN, size, count) -> int64 [B,count]: the indices of the
+largest values, largest first; of equal values the lower index first.
+"""
 
 
 def best_by_top_k(add: GraphBuilder, values: ir.Value, size: int, count: int) -> ir.Value:
-    """One TopK: ONNX promises the lower index first, and ONNX Runtime keeps it."""
+    """One TopK: ONNX specifies the lower index first, and ONNX Runtime implements it."""
     _, indices = add("TopK", values, [count], outputs=2)
     return indices  # type: ignore[no-any-return]
 
 
 def best_by_rank(add: GraphBuilder, values: ir.Value, size: int, count: int) -> ir.Value:
-    """All pairs are compared: exact wherever it runs. TensorRT's TopK leaves open which of two
-    equal values comes first.
+    """Compare all pairs, which is exact on every device. TensorRT's TopK does not specify which of
+    two equal values comes first.
     """
     index = np.arange(size)
     mine, other = add("Unsqueeze", values, [2]), add("Unsqueeze", values, [1])
@@ -45,11 +46,10 @@ def best_by_rank(add: GraphBuilder, values: ir.Value, size: int, count: int) -> 
 
 
 def ordered_by_id(add: GraphBuilder, ids: ir.Value, values: ir.Value, size: int) -> ir.Value:
-    """ids [B,F,K] of a row's top K, values [B,F,K] best first: of equal values the lower id first,
-    as ONNX promises of TopK and TensorRT does not.
+    """Order ids [B,F,K] of a row's top K, with values [B,F,K] best first: of equal values the
+    lower id first, which ONNX specifies for TopK and TensorRT does not.
 
-    Where values tie for the last place, which of them TopK took is left to it. The ids of a row
-    with NaN mean nothing afterwards.
+    If values tie for the last place, TopK's choice stays. The ids of a row with NaN are undefined.
     """
     mine, other = add("Unsqueeze", values, [3]), add("Unsqueeze", values, [2])
     my_id, other_id = add("Unsqueeze", ids, [3]), add("Unsqueeze", ids, [2])
@@ -59,13 +59,15 @@ def ordered_by_id(add: GraphBuilder, ids: ir.Value, values: ir.Value, size: int)
 
 
 def _count(add: GraphBuilder, flags: ir.Value, axis: int) -> ir.Value:
-    """How many are True along an axis, int64."""
+    """Return how many values are True along an axis, int64."""
     ones = add("Cast", flags, to=ir.DataType.INT64)
     return add("ReduceSum", ones, [axis], keepdims=0)  # type: ignore[no-any-return]
 
 
 def _placed(add: GraphBuilder, what: ir.Value, rank: ir.Value, count: int) -> ir.Value:
-    """int64 [..,count] that holds at place r what has rank r; what [..,1,size], rank [..,size]."""
+    """Return int64 [..,count] with, at index r, the value of rank r; what [..,1,size], rank
+    [..,size].
+    """
     at = add("Equal", add("Unsqueeze", rank, [-2]), np.arange(count)[:, None])  # [..,count,size]
     return add("ReduceSum", add("Where", at, what, 0), [-1], keepdims=0)  # type: ignore[no-any-return]
 
@@ -74,8 +76,8 @@ def _placed(add: GraphBuilder, what: ir.Value, rank: ir.Value, count: int) -> ir
 class GraphFrontier:
     """The nodes that the draft runs next, best first; absent ones come last.
 
-    tokens [B,F] int64 (target vocabulary, 0 where absent); parent_slots [B,F] int64, the slot of
-    the parent in the frontier before; present [B,F] bool; values [B,F] float32, -inf where absent.
+    tokens [B,F] int64 (target vocabulary, 0 if absent); parent_slots [B,F] int64, the slot of the
+    parent in the previous frontier; present [B,F] bool; values [B,F] float32, -inf if absent.
     """
 
     tokens: ir.Value
@@ -86,7 +88,7 @@ class GraphFrontier:
 
 @dataclass(frozen=True)
 class GrownTree:
-    """What the graph gives, see `growth_graph`."""
+    """The outputs of the graph, see `growth_graph`."""
 
     tokens: ir.Value
     parents: ir.Value
@@ -96,10 +98,10 @@ class GrownTree:
 
 
 class TreeGrowth:
-    """Expand, one depth at a time, then rerank; the calls are DynamicTree's.
+    """Expand, one depth at a time, then rerank. The methods are those of DynamicTree.
 
-    root [B,1] int64: the root's token. tree: its sizes as they are in use. unique: a row never
-    holds a token twice, so siblings need not be compared.
+    root [B,1] int64: the root's token. tree: the sizes in use. unique: a row never contains a
+    token twice, so siblings need not be compared.
     """
 
     def __init__(
@@ -109,19 +111,21 @@ class TreeGrowth:
         zero = add("Mul", root, 0)  # [B,1]
         value = add("Cast", zero, to=ir.DataType.FLOAT)
         self._above, self._above_index = value, zero  # of the frontier: values, candidates [B,F]
-        # Of all candidates so far, [B, some] each; candidate 0 is the root, its own parent here.
+        # Per candidate so far, [B, some] each. Candidate 0 is the root, its own parent here.
         self._tokens, self._parents, self._values = [root], [zero], [value]
         self._width, self._size = 1, 1  # F; candidates so far
 
     def add(self, top_ids: ir.Value, top_log_probs: ir.Value) -> None:
-        """Row f of ids (target vocabulary) and log q float32, both [B,F,K], belongs to node f."""
+        """Add row f of ids (target vocabulary) and log q float32, both [B,F,K], to frontier node
+        f.
+        """
         op, top_k = self._op, self._tree.draft_top_k
         above = op("Unsqueeze", self._above, [2])
         sums = op("Add", above, top_log_probs)
         usable = op("LessOrEqual", op("Abs", sums), _LARGEST)  # False for NaN
         if not self._unique:
             usable = op("And", usable, op("Not", _repeated(op, top_ids, usable, top_k)))
-        # log q <= 0, up to rounding: a child may never rank above its parent.
+        # log q <= 0 up to rounding: a child must not rank above its parent.
         values = op("Where", usable, op("Min", sums, above), _ABSENT)
         parents = op("Expand", op("Unsqueeze", self._above_index, [2]), [1, 1, top_k])
         for kept, new in (
@@ -133,7 +137,7 @@ class TreeGrowth:
         self._size += self._width * top_k
 
     def next_frontier(self) -> GraphFrontier:
-        """The K of highest value of the candidates added last."""
+        """Return the K candidates of highest value of those added last."""
         op, top_k = self._op, self._tree.draft_top_k
         tokens, values, size = self._tokens[-1], self._values[-1], self._width * top_k
         best = self._best(op, values, size, top_k)
@@ -149,7 +153,9 @@ class TreeGrowth:
         )
 
     def finish(self, root_position: ir.Value) -> GrownTree:
-        """The M candidates of highest value, as a tree in that order; root_position [B,1] int64."""
+        """Return the M candidates of highest value as a tree, in that order. root_position [B,1]
+        int64.
+        """
         op, num_nodes = self._op, self._tree.num_draft_tokens + 1
         node = np.arange(num_nodes)
         tokens, parents, values = (
@@ -176,7 +182,7 @@ class TreeGrowth:
         )
 
     def _all(self, of_depths: list[ir.Value], absent: int | float) -> ir.Value:
-        """[B, at least M]: a tree may have fewer candidates than it has room for."""
+        """Return [B, at least M]: a tree can have fewer candidates than room for them."""
         joined = self._op("Concat", *of_depths, axis=1)
         missing = self._tree.num_draft_tokens + 1 - self._size
         if missing > 0:
@@ -185,7 +191,7 @@ class TreeGrowth:
 
 
 def _repeated(add: GraphBuilder, ids: ir.Value, usable: ir.Value, top_k: int) -> ir.Value:
-    """bool [B,F,K]: a usable one of the same row stands before it with the same token."""
+    """Return bool [B,F,K]: a usable candidate of the same row before it has the same token."""
     place = np.arange(top_k)
     equal = add("Equal", add("Unsqueeze", ids, [2]), add("Unsqueeze", ids, [3]))
     first = add("And", add("Unsqueeze", usable, [2]), place[None, :] < place[:, None])
@@ -193,9 +199,9 @@ def _repeated(add: GraphBuilder, ids: ir.Value, usable: ir.Value, top_k: int) ->
 
 
 def _reachable(add: GraphBuilder, is_parent: ir.Value, num_nodes: int, depth: int) -> ir.Value:
-    """bool [B,M,M]: j is i or an ancestor of i, at most `depth` edges away.
+    """Return bool [B,M,M]: j is i or an ancestor of i, at most `depth` edges away.
 
-    (I + P)^n counts ways of at most n edges; n doubles with every product.
+    (I + P)^n counts paths of at most n edges; n doubles with every product.
     """
     itself = np.eye(num_nodes, dtype=np.float32)
     steps = add("Add", add("Cast", is_parent, to=ir.DataType.FLOAT), itself)

@@ -1,6 +1,6 @@
-"""What may draft for a target: an EAGLE head or a small causal LM, told apart by what they are.
+"""Drafts for a target: distinguishes EAGLE heads from small causal LMs, and loads either.
 
-Both are loaded into a `Draft`, from which `build.py` makes engines, files and manifest.
+Both are loaded into a `Draft`, from which `exporter.py` makes engines, files and manifest entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NAMED = re.compile(r"([^=/\\]+)=(.+)")
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Where a draft lies, and its name in the bundle: its method's unless it is given one."""
+    """The location of a draft, and its name in the bundle (by default its method's)."""
 
     source: str
     name: str | None = None
@@ -50,13 +50,13 @@ class DraftSource:
     def __post_init__(self) -> None:
         if self.name is not None and not is_draft_name(self.name):
             raise ExportError(
-                f"a drafter cannot be called {self.name!r:.80}: give a short lower-case word other"
+                f"a drafter cannot be named {self.name!r:.80}: use a short lower-case word other"
                 f" than {', '.join(NO_DRAFT_NAMES)}, as in mine=PATH"
             )
 
     @classmethod
     def parse(cls, text: str) -> DraftSource:
-        """ "PATH" or "NAME=PATH"; what lies on disk under the whole text is a path."""
+        """Parse "PATH" or "NAME=PATH". If the whole text exists on disk, it is a path."""
         named = _NAMED.fullmatch(text)
         if named is None or Path(text).exists():
             return cls(text)
@@ -66,7 +66,8 @@ class DraftSource:
 class Draft(Checked, Protocol):
     """A draft that was read and fits the target.
 
-    method: a key of the runtime's DRAFT_ENGINES. aux_layer_ids: the hidden_states that it fuses.
+    method: a key of the runtime's DRAFT_ENGINES. aux_layer_ids: the hidden_states indices that it
+    fuses.
     """
 
     @property
@@ -76,16 +77,16 @@ class Draft(Checked, Protocol):
     def aux_layer_ids(self) -> tuple[int, ...]: ...
 
     def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
-        """Role of an engine -> its graph, as traced."""
+        """Return role of an engine -> its traced graph."""
 
     def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
-        """Initializers of its `draft` graph that the target's file holds already."""
+        """Return the initializers of its `draft` graph that the target's file already contains."""
 
     def write_files(self, folder: Path, name: str) -> None:
-        """Writes what it needs besides engines."""
+        """Write the files that it needs besides engines."""
 
     def facts(self) -> dict[str, Any]:
-        """The fields of the manifest's DraftInfo that it knows."""
+        """Return the fields of the manifest's DraftInfo that it determines."""
 
 
 def load_draft(
@@ -97,11 +98,11 @@ def load_draft(
     assume: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> Draft:
-    """Reads a head, or a causal LM, that drafts for `target`.
+    """Read a head, or a causal LM, that drafts for `target`.
 
-    aux_layer_ids: of a head whose config does not name its layers. assume: KEY=VALUE, what the user
-    decides where a head's checkpoint leaves it open. Raises ExportError
-    (CheckpointError, UnsupportedModel) for what is not understood or does not fit.
+    aux_layer_ids: layers of a head whose config does not name them. assume: KEY=VALUE, decisions
+    of the user where a head's checkpoint is ambiguous. Raises ExportError (CheckpointError,
+    UnsupportedModel) for what is ambiguous, unsupported or does not fit.
     """
     if is_causal_lm(source):
         return load_model_draft(source, target, plan, trust_remote_code=trust_remote_code)
@@ -117,10 +118,10 @@ def load_draft(
 
 
 def is_causal_lm(source: str) -> bool:
-    """Whether `source` is a causal LM of transformers (or a .gguf file) and no head.
+    """Return whether `source` is a causal LM of transformers (or a .gguf file) and not a head.
 
-    EAGLE-1/2 heads call themselves LlamaForCausalLM too, but no LM has an `fc` in front of its
-    layers. Raises CheckpointError for what has no config.json, and a .gguf file that is not there.
+    EAGLE-1/2 heads are also named LlamaForCausalLM, but no LM has an `fc` before its layers.
+    Raises CheckpointError without a config.json, and for a .gguf file that does not exist.
     """
     if Path(source).suffix == ".gguf":
         if not Path(source).is_file():
@@ -138,7 +139,9 @@ def is_causal_lm(source: str) -> bool:
 
 
 def _tensor_names(folder: Path) -> set[str]:
-    """The names of a checkpoint's tensors; none where they cannot be read without its weights."""
+    """Return the names of a checkpoint's tensors; empty if they cannot be read without its
+    weights.
+    """
     names: set[str] = set()
     try:
         for file in folder.glob("*.safetensors"):
@@ -148,6 +151,6 @@ def _tensor_names(folder: Path) -> set[str]:
             names.update(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
         for file in () if names else sorted(folder.glob("*.bin")):
             names.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-    except Exception:  # the reader of the weights says what is wrong with them
+    except Exception:  # reading the weights reports the error
         return {"fc."}
     return names or {"fc."}

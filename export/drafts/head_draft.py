@@ -36,7 +36,9 @@ from eagle3.runtime.ort.growth_engine import grown_tree
 
 @dataclass(frozen=True)
 class HeadDraft:
-    """An EAGLE head: what was read, the module that computes it, the embedding [V,d] it reads."""
+    """An EAGLE head: its checkpoint, the module that computes it, and the embedding [V,d] it
+    reads.
+    """
 
     head: Head
     module: EagleHead | Eagle1Head
@@ -62,14 +64,14 @@ class HeadDraft:
         )
 
     def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
-        """The embedding, and the lm_head of an EAGLE-1/2 head."""
+        """Return the embedding, and the lm_head of an EAGLE-1/2 head."""
         pairs = {}
         if self.head.own_embedding is None:
             pairs[embedding_name(graph)] = embedding_name(stored.graph)
         own, theirs = lm_head_name(graph), lm_head_name(stored.graph)
         if self.head.config.method == "eagle1" and own is not None and theirs is not None:
             pairs[own] = theirs
-        # A tiny weight stays in the .onnx.
+        # A tiny weight stays in the .onnx file.
         return {own: stored.weights[name] for own, name in pairs.items() if name in stored.weights}
 
     def write_files(self, folder: Path, name: str) -> None:
@@ -97,5 +99,5 @@ class HeadDraft:
         return result
 
     def readings(self, target: Target, texts: Sequence[AnsweredText]) -> tuple[Reading, ...]:
-        """As it was read, and as it might have been read."""
+        """Return its results as it was read, and under other readings."""
         return compare_readings(self.head, target, texts)

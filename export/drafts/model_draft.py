@@ -1,4 +1,4 @@
-"""A small causal LM as a draft: loaded and traced as a target is, with a top-k behind it."""
+"""A small causal LM as a draft: loaded and traced like a target, followed by a top-k."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class ModelGraph(nn.Module):
 
 @dataclass(frozen=True)
 class ModelDraft:
-    """A loaded LM that drafts; its vocabulary is the target's, token for token.
+    """A loaded LM that drafts. Its vocabulary is the target's, token for token.
 
-    draft_vocab_size: Vd, the rows that both have; behind the tokens they may differ by padding.
+    draft_vocab_size: Vd, the rows that both have; they may differ in padding after the tokens.
     """
 
     lm: Target
@@ -79,7 +79,7 @@ class ModelDraft:
     aux_layer_ids: tuple[int, ...] = ()
 
     def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
-        """Its one graph, as traced."""
+        """Return its one graph, as traced."""
         graph = ModelGraph(TargetGraph(self.lm.model, _lowering(plan), ()), self.draft_vocab_size)
         outputs = ["logits", "top_log_probs", "top_ids"]
         inputs = _inputs(self.lm, plan.draft_capacity)
@@ -87,7 +87,8 @@ class ModelDraft:
             return {"draft": trace(graph, inputs, outputs, _lowering(plan), self.lm.architecture)}
 
     def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
-        """What is the target's, bit for bit: all there is, where it is made of the target's layers.
+        """Return the weights that are bit-identical to the target's: all of them if the LM
+        consists of the target's layers.
 
         Both graphs name a weight by its place in the model.
         """
@@ -101,10 +102,10 @@ class ModelDraft:
         }
 
     def write_files(self, folder: Path, name: str) -> None:
-        """It has none: its ids are the target's."""
+        """Do nothing: its ids are the target's."""
 
     def facts(self) -> dict[str, Any]:
-        """Fields of the manifest's DraftInfo."""
+        """Return fields of the manifest's DraftInfo."""
         kv = self.lm.kv
         return {
             "dialect": self.lm.architecture,
@@ -117,20 +118,20 @@ class ModelDraft:
         }
 
     def check(self, bundle: Bundle, name: str, reference: Any, tolerance: float) -> dict[str, Any]:
-        """The engine against PyTorch."""
+        """Compare the engine with PyTorch."""
         return check_model(bundle, name, self.lm, reference.tokens, tolerance)
 
     def readings(self, target: Target, texts: Sequence[AnsweredText]) -> tuple[Reading, ...]:
-        """There is one way to read it."""
+        """Return nothing: there is only one way to read it."""
         return ()
 
 
 def load_model_draft(
     source: str, target: Target, plan: Plan, *, trust_remote_code: bool
 ) -> ModelDraft:
-    """Loads a causal LM to draft for `target`.
+    """Load a causal LM to draft for `target`.
 
-    Raises what `load_target` raises, and CheckpointError for another vocabulary.
+    Raises the errors of `load_target`, and CheckpointError for another vocabulary.
     """
     try:
         lm = load_target(
@@ -145,7 +146,9 @@ def load_model_draft(
 
 
 def check_vocabulary(source: str, own: Mapping[str, int], theirs: Mapping[str, int]) -> None:
-    """Every id must be the same token in both: equal sizes say nothing. Raises CheckpointError."""
+    """Raise CheckpointError unless every id is the same token in both. Equal sizes are
+    not enough.
+    """
     own_tokens, tokens = ({i: token for token, i in each.items()} for each in (own, theirs))
     ids = sorted(own_tokens.keys() | tokens.keys())
     different = [i for i in ids if own_tokens.get(i) != tokens.get(i)]
@@ -166,7 +169,7 @@ def _say(token: str | None) -> str:
 
 
 def _untie(lm: Target) -> None:
-    """An lm_head of its own: as the embedding it would stay in the plan's dtype."""
+    """Give the LM its own lm_head: a tied one would keep the plan's dtype, like the embedding."""
     head = lm.model.get_output_embeddings()
     if head.weight.data_ptr() == lm.model.get_input_embeddings().weight.data_ptr():
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -177,7 +180,7 @@ def _lowering(plan: Plan) -> Lowering:
 
 
 def _inputs(lm: Target, capacity: int) -> dict[str, tuple[Any, str]]:
-    """Example inputs of a trace, in the order of `ModelGraph.forward`."""
+    """Return example inputs for a trace, in the order of `ModelGraph.forward`."""
     inputs = target_inputs(lm, capacity)
     batch, rows, window = 2, 5, 7
     mask = torch.ones(batch, rows, window, dtype=torch.bool)

@@ -1,11 +1,11 @@
-"""How attention is written into the graph: two lowerings of one contract.
+"""The contract between a traced model and the lowerings of its attention.
 
-A transformers model and the draft head hand their rotated q, k, v to `CachedCall.attend`, which
-leaves one placeholder node in the trace. A lowering replaces it by ONNX nodes over a static cache
-that past and present share.
+A transformers model and the draft heads pass their rotated q, k, v to `CachedCall.attend`, which
+leaves one placeholder node in the trace. A lowering (`lowerings.py`) replaces it by ONNX nodes
+over a static cache that past and present share.
 
-Letters: B batch, N rows in a call, W window of rows a tree mask covers, S cache capacity,
-T = longest prefix + N, Hq and Hkv heads, D head size.
+Letters: B batch, N rows of a call, W rows that a tree mask covers, S cache capacity, T = longest
+prefix + N, Hq and Hkv heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.onnx.ops as onnx_ops
 from torch import Tensor
 
-# Finite: a row of -inf only would turn into NaN in some kernels. Far below any score: it is added.
+# Finite, because a row of only -inf becomes NaN in some kernels, and far below any score.
 MASKED, MASKED_FLOAT16 = -1e30, -65504.0
 
 MaskRule = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, key) -> allowed
@@ -27,7 +27,7 @@ MaskRule = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, 
 
 @dataclass
 class KeyWindow:
-    """Which cache slots the N rows of a call may see, and at which position each slot stands.
+    """Which cache slots the N rows of a call can see, and the position that each slot holds.
 
     visible [B,1,N,C] bool, key_positions [B,1,1,C] int64, query_positions [B,1,N,1] int64, where C
     is T (`ort`) or S (`portable`).
@@ -38,10 +38,11 @@ class KeyWindow:
     query_positions: Tensor
 
     def bias(self, rule: MaskRule | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B,1,N,C]: 0 where a row may look, MASKED or MASKED_FLOAT16 elsewhere.
+        """Return the additive mask [B,1,N,C]: 0 for visible slots, otherwise MASKED or
+        MASKED_FLOAT16.
 
         `rule` is transformers' own mask function (causal, sliding window, chunked, ...), evaluated
-        on positions, so whatever an architecture restricts is restricted here too.
+        on positions, so every restriction of an architecture applies here too.
         """
         allowed = self.visible
         if rule is not None:
@@ -58,12 +59,12 @@ def key_window(
     num_slots: int,
     window_positions: Tensor | None,
 ) -> KeyWindow:
-    """Reads a call's small inputs: the committed prefix is visible, the last W slots by the mask.
+    """Build the window of a call: the committed prefix is visible, the last W slots by the mask.
 
-    tree_mask [B,N,W] bool (row i may see window slot w), position_ids [B,N] int64, past_len [B]
-    int64 (slots filled before the call), num_slots C, window_positions [B,W] int64 or None. The
-    window ends with this call's rows, so it starts at past_len + N - W; a window wider than N holds
-    the draft's tree rows of earlier steps. Without `window_positions` no rule may read positions.
+    tree_mask [B,N,W] bool (row i sees window slot w), position_ids [B,N] int64, past_len [B] int64
+    (slots filled before the call), num_slots C, window_positions [B,W] int64 or None. The window
+    ends with this call's rows, so it starts at past_len + N - W; a window wider than N contains
+    the draft's tree rows of earlier steps. Without `window_positions` no rule can read positions.
     """
     _, num_rows, window = tree_mask.shape
     slots = torch.arange(num_slots, device=tree_mask.device)[None, :]  # [1,C]
@@ -83,8 +84,9 @@ def key_window(
 
 
 def _numbers(x: Tensor) -> Tensor:
-    """0, 1, 2, ... along the last dimension of x [B,W], int64; counted where x is and not read off
-    its shape, which a GPU would have to ask the host for."""
+    """Return 0, 1, 2, ... along the last dimension of x [B,W], int64. They are counted on the
+    device instead of read from the shape, which a GPU would compute on the host.
+    """
     return (x.long() * 0 + 1).cumsum(-1) - 1
 
 
@@ -110,11 +112,11 @@ class CachedCall:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Emits one placeholder node: q [B,Hq,N,D], k, v [B,Hkv,N,D], bias [B,1,N,C] -> [B,N,Hq,D].
+        """Emit one placeholder node: q [B,Hq,N,D], k, v [B,Hkv,N,D], bias [B,1,N,C] -> [B,N,Hq,D].
 
-        Scores s = scale * q k^T become softcap * tanh(s / softcap) where softcap is not 0; then
-        bias is added. sinks [Hq]: a further score of each head, which only takes probability away.
-        The placeholder computes nothing in PyTorch; `lower_attention` turns it into real nodes.
+        Scores s = scale * q k^T become softcap * tanh(s / softcap) if softcap is not 0; then bias
+        is added. sinks [Hq]: one further score per head, which only takes probability away. The
+        placeholder computes nothing in PyTorch; `lower_attention` replaces it by real nodes.
         """
         past = [self.past_k[layer], self.past_v[layer]]
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
@@ -137,10 +139,10 @@ class Lowering:
     """One way to write cached attention into an ONNX graph.
 
     `reads_used_slots`: the mask has C = T columns (the used part of the cache) instead of S.
-    `fuses`: ONNX Runtime's own operators may stand for groups of standard ones.
-    `groups_experts`: shapes inside the graph may depend on data, so that an expert runs on the rows
-    that chose it and on no others (`export/experts.py`).
-    `write`: the nodes for one placeholder; returns its output and the two presents.
+    `fuses`: ONNX Runtime's own operators may replace groups of standard ones.
+    `groups_experts`: shapes inside the graph may depend on data, so that an expert runs only on
+    the rows that chose it (`experts.py`).
+    `write`: writes the nodes for one placeholder and returns its output and the two presents.
     """
 
     name: str
@@ -151,7 +153,7 @@ class Lowering:
     write: Callable[[Nodes, ir.Node], tuple[ir.Value, ir.Value, ir.Value]]
 
     def num_slots(self, call: CachedCall, num_rows: int) -> int:
-        """Columns C of the mask; in a trace a symbol where it is T."""
+        """Return the number of columns C of the mask; in a trace, T is a symbol."""
         capacity = call.past_k[0].shape[2]
         if not self.reads_used_slots:
             return capacity
@@ -162,7 +164,7 @@ class Lowering:
 
 
 class Nodes:
-    """Collects the nodes that replace a placeholder; `once` holds values that layers share."""
+    """Collects the nodes that replace a placeholder. `once` holds values that layers share."""
 
     def __init__(self, once: dict[str, ir.Value]) -> None:
         self.nodes: list[ir.Node] = []

@@ -1,12 +1,12 @@
-"""How a mixture of experts is written into the graph: two forms of one sum.
+"""Mixtures of experts in the graph: two forms of the same sum.
 
-transformers hands rows, the experts that each row chose and their weights to a registered function.
-Where shapes may depend on data (`groups_experts` of a lowering), rows are sorted by expert and an
-expert multiplies its own rows only: its matrices are separate constants, and those that no row
-chose are not read. Elsewhere all experts run on all rows, as batched products of static shape.
-Neither gathers weights by row, which copies k experts' matrices for each row of a call.
+transformers passes rows, the experts that each row chose and their weights to a registered
+function. If shapes may depend on data (`groups_experts` of a lowering), rows are sorted by expert
+and an expert multiplies only its own rows: its matrices are separate constants, and those that no
+row chose are not read. Otherwise all experts run on all rows, as batched products of static shape.
+Neither form gathers weights by row, which would copy the matrices of k experts for each row.
 
-Letters: R rows of a call, d hidden size, E experts, k experts a row, I width of an expert.
+Letters: R rows of a call, d hidden size, E experts, k experts per row, I width of an expert.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PLACEHOLDER = ("eagle3", "GroupedMatMul")
 def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """hidden [R,d], chosen [R,k] expert ids, weights [R,k] -> [R,d]: each expert on its own rows.
 
-    A row's result depends on no other row, to the last bit: a MatMul by a constant gives a row the
-    same bits whatever stands beside it, and its k parts are added in the order of `chosen`.
+    A row's result has the same bits whatever other rows are in the call: a MatMul with a constant
+    computes rows independently, and the k parts of a row are added in the order of `chosen`.
     """
     rows, per_row = chosen.shape
     by_expert, order = torch.sort(chosen.reshape(-1))
@@ -47,9 +47,11 @@ def grouped_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 
 
 def dense_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The same sum over all experts; what a row did not choose is left out, be it no number."""
+    """The same sum over all experts. Experts that a row did not choose are excluded,
+    even if NaN.
+    """
     experts = torch.arange(module.num_experts, device=chosen.device)
-    own = chosen == experts[:, None, None]  # [E,R,k], at most one of a row
+    own = chosen == experts[:, None, None]  # [E,R,k], at most one per row
     routing = torch.where(own, weights, 0.0).sum(2, keepdim=True)  # [E,R,1]
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -63,7 +65,7 @@ def dense_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) 
 
 
 def _expert(module: Any, x: Tensor, linear: Callable[[Tensor, str], Tensor]) -> Tensor:
-    """What an expert does, with the model's own activation: x [..,d] -> [..,d]."""
+    """Run an expert with the model's own activation: x [..,d] -> [..,d]."""
     if module.has_gate:
         inner = module._apply_gate(linear(x, "gate_up_proj"))
     else:
@@ -73,9 +75,9 @@ def _expert(module: Any, x: Tensor, linear: Callable[[Tensor, str], Tensor]) -> 
 
 
 def _grouped_matmul(x: Tensor, counts: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
-    """x [R*k,K], its first counts[0] rows of expert 0 and so on -> [R*k,M]: a placeholder.
+    """Emit a placeholder: x [R*k,K], its first counts[0] rows of expert 0 and so on -> [R*k,M].
 
-    weight [E,K,M] if is_transposed, else [E,M,K].
+    weight [E,K,M] if is_transposed, otherwise [E,M,K].
     """
     return onnx_ops.symbolic(
         "::".join(PLACEHOLDER),
@@ -88,7 +90,7 @@ def _grouped_matmul(x: Tensor, counts: Tensor, weight: Tensor, is_transposed: bo
 
 
 def lower_experts(model: ir.Model) -> None:
-    """Replaces every placeholder by Split, a MatMul an expert and Concat."""
+    """Replace every placeholder by Split, one MatMul per expert, and Concat."""
     for node in [n for n in model.graph if (n.domain, n.op_type) == PLACEHOLDER]:
         x, counts, weight = node.inputs
         assert weight is not None and weight.const_value is not None and weight.name is not None
@@ -109,7 +111,7 @@ def lower_experts(model: ir.Model) -> None:
 
 
 def _matrices(model: ir.Model, weight: ir.Value, is_transposed: bool) -> list[ir.Value]:
-    """An initializer [K,M] for each expert of `weight`, read when it is written to disk."""
+    """Return an initializer [K,M] for each expert of `weight`, read when it is written to disk."""
     stacked = weight.const_value
     assert stacked is not None
     num_experts, *sides = stacked.shape.numpy()

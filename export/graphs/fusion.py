@@ -1,8 +1,8 @@
-"""Fewer, larger nodes: norms, residual sums and rotary embeddings.
+"""Fusion of norms, residual sums and rotary embeddings into fewer, larger nodes.
 
-A decoder layer is written by transformers as dozens of small operations; on a CPU a call of one
-token spends a tenth of its time between them, and on a GPU each is a kernel. onnxscript finds the
-patterns; what is not found stays as it was, so nothing here can change what an architecture
+transformers writes a decoder layer as dozens of small operations. On a CPU a call of one token
+spends a tenth of its time between them, and on a GPU each is a kernel. onnxscript finds the
+patterns; whatever it does not find stays unchanged, so fusion cannot change what an architecture
 computes.
 """
 
@@ -20,7 +20,9 @@ _FUSED_ROTARY = ("ai.onnxruntime._fusion", "RotaryEmbedding")
 
 
 def fuse_for_ort(model: ir.Model) -> None:
-    """Fuses in place. Needs the shapes of intermediate values, so it runs right after the trace."""
+    """Fuse in place. It needs the shapes of intermediate values, so it runs right after
+    the trace.
+    """
     fuse_rms_normalization(model)
     if all(_of_one_dtype(node) for node in model.graph if node.op_type.endswith(_NORM)):
         fuse_skip_rms_normalization(model)
@@ -28,10 +30,10 @@ def fuse_for_ort(model: ir.Model) -> None:
 
 
 def fuse_standard(model: ir.Model) -> None:
-    """As `fuse_for_ort`, into operators of ONNX itself, which every engine has or takes apart.
+    """Like `fuse_for_ort`, but into standard ONNX operators, which every engine supports.
 
-    Norms stay in single steps, but divide by the root as ONNX Runtime expects it of a norm: it
-    fuses them when it loads the graph.
+    Norms stay as single steps but divide by the root, a form that ONNX Runtime fuses when it loads
+    the graph.
     """
     _fuse_rotary(model, _StandardRotary)
     for node in [n for n in model.graph if n.op_type == "Reciprocal"]:
@@ -73,16 +75,17 @@ def _fuse_rotary(
 
 
 def _of_one_dtype(norm: ir.Node) -> bool:
-    """Whether its scale has the input's dtype, as the operator with a residual wants it; where the
-    model is float16, Gemma's and GPT-OSS's scales are float32.
+    """Return whether a norm's scale has the input's dtype, which the operator with a residual
+    requires. In float16 models, the scales of Gemma and GPT-OSS are float32.
     """
     x, scale = norm.inputs[:2]
     return x is not None and scale is not None and x.dtype == scale.dtype
 
 
 class _StandardRotary:
-    """ONNX's RotaryEmbedding: cos and sin of the rows, [B,N,D/2], made once in front of the first
-    node that uses them."""
+    """ONNX's RotaryEmbedding. The cos and sin of the rows, [B,N,D/2], are computed once, before
+    the first node that uses them.
+    """
 
     def __init__(self, model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value) -> None:
         nodes: list[ir.Node] = []
@@ -90,20 +93,21 @@ class _StandardRotary:
         bounds = [_constant(nodes, [value]) for value in (0, cos.shape[-1] // 2, -1)]
         axis = _constant(nodes, [1])
         self._tables = []
-        for table in (cos, sin):  # [B,1,N,D], both halves alike
+        for table in (cos, sin):  # [B,1,N,D], both halves equal
             nodes.append(ir.node("Slice", [table, *bounds]))
             nodes.append(ir.node("Squeeze", [nodes[-1].outputs[0], axis]))
             self._tables.append(nodes[-1].outputs[0])
         model.graph.insert_before(before, nodes)
 
     def node(self, x: ir.Value) -> ir.Node:
-        """Of x [B,H,N,D]."""
+        """Return the node for x [B,H,N,D]."""
         return ir.node("RotaryEmbedding", [x, *self._tables])
 
 
 class _MicrosoftRotary:
-    """ONNX Runtime's own: caches [B*N, D/2] and the row numbers [B,N] that index them, made once in
-    front of the first node that uses them."""
+    """ONNX Runtime's own operator. Its caches [B*N, D/2] and the row numbers [B,N] that index them
+    are computed once, before the first node that uses them.
+    """
 
     def __init__(self, model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value) -> None:
         nodes: list[ir.Node] = []
@@ -119,7 +123,7 @@ class _MicrosoftRotary:
             add("Reshape", add("Slice", table, [0], [half], [-1]), [-1, half])
             for table in (cos, sin)
         )
-        # [B,1,N,D] -> [B,N], counting from 0: the number of rows before each one.
+        # [B,1,N,D] -> [B,N], counted from 0: the number of rows before each one.
         shape = add("Gather", add("Shape", cos), [0, 2])
         ones = add("Expand", [1], add("Reshape", add("ReduceProd", shape), [1]))
         count = add("Sub", add("CumSum", ones, add("Squeeze", [0])), [1])
@@ -127,7 +131,7 @@ class _MicrosoftRotary:
         model.graph.insert_before(before, nodes)
 
     def node(self, x: ir.Value) -> ir.Node:
-        """Of x [B,H,N,D]."""
+        """Return the node for x [B,H,N,D]."""
         inputs = [x, self._rows, self._cos, self._sin]
         return ir.node("RotaryEmbedding", inputs, {"interleaved": 0}, domain="com.microsoft")
 

@@ -1,7 +1,7 @@
-"""Writes an ONNX graph node by node, and sets copies of traced graphs into it.
+"""Writes an ONNX graph node by node, and inserts copies of traced graphs.
 
-A module that runs several times in one graph is traced once: tracing all of it would take PyTorch
-minutes.
+A module that runs several times in one graph is traced once, because tracing all of it would take
+PyTorch minutes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import onnx_ir as ir
 
 Operand = ir.Value | int | float | list[int] | np.ndarray
 Resolve = Callable[[ir.Value | None], ir.Value]
-"""A value of a graph that is copied -> its copy, which is made if it is not there yet."""
+"""Maps a value of the copied graph to its copy, which is created on demand."""
 Rewrite = Callable[[ir.Node, Resolve], Sequence[ir.Value] | None]
-"""What stands for the outputs of a node of a graph that is copied; None: a copy of the node."""
+"""Returns replacements for the outputs of a node of the copied graph, or None to copy the node."""
 
-# Weights from this size on keep their names, by which engines share one file of them.
+# Weights of at least this size keep their names, by which engines share one file.
 _NAMED_BYTES = 1024
 
 
 class GraphBuilder:
     """A graph under construction. Numbers among a node's inputs become constants: int and lists
-    int64, float float32, arrays what they are.
+    become int64, float becomes float32, arrays keep their dtype.
     """
 
     def __init__(self, name: str, opsets: Mapping[str, int]) -> None:
@@ -35,29 +35,29 @@ class GraphBuilder:
         self._num_values = 0
 
     def model(self) -> ir.Model:
-        """The finished graph as a model."""
+        """Return the finished graph as a model."""
         return ir.Model(self._graph, ir_version=11)
 
     def input(self, name: str, dtype: ir.DataType, *shape: int | str) -> ir.Value:
-        """A graph input; a symbolic dimension is a name."""
+        """Add a graph input. A symbolic dimension is a string."""
         value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
         self._graph.inputs.append(value)
         return value
 
     def output(self, value: ir.Value, name: str, dtype: ir.DataType, *shape: int | str) -> None:
-        """Makes `value` an output under `name`."""
+        """Make `value` an output named `name`."""
         value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(dtype)
         self._graph.outputs.append(value)
 
     def __call__(self, op: str, *inputs: Operand | None, outputs: int = 1, **attrs: Any) -> Any:
-        """Adds node "Op" or "domain::Op"; its output, or a tuple of them."""
+        """Add node "Op" or "domain::Op" and return its output, or a tuple of its outputs."""
         domain, _, name = op.rpartition("::")
         values = [None if x is None else self.value(x) for x in inputs]
         node = self._append(ir.node(name, values, attrs, domain=domain, num_outputs=outputs))
         return node.outputs[0] if outputs == 1 else node.outputs
 
     def value(self, x: Operand) -> ir.Value:
-        """x itself, or the constant that holds it."""
+        """Return x itself, or the constant that holds it."""
         if isinstance(x, ir.Value):
             return x
         dtype = np.float32 if isinstance(x, float) else np.int64
@@ -75,10 +75,10 @@ class GraphBuilder:
         outputs: Sequence[str],
         rewrite: Rewrite,
     ) -> list[ir.Value]:
-        """Sets into this graph what `outputs` of `model` need; their copies.
+        """Copy what `outputs` of `model` need into this graph, and return the copied outputs.
 
-        given: input of the model -> value in this graph. Of nodes that read weights only (a
-        Transpose of one) all copies are one.
+        given: input of the model -> value in this graph. Nodes that read only weights (a Transpose
+        of a weight, for example) are copied once.
         """
         done = {
             value: given[str(value.name)] for value in model.graph.inputs if value.name in given
@@ -117,14 +117,16 @@ class GraphBuilder:
         return copy.outputs
 
     def _append(self, node: ir.Node) -> ir.Node:
-        """Names the outputs, since the names that onnx_ir would give may be a copied weight's."""
+        """Append a node and name its outputs, since a name chosen by onnx_ir could be a copied
+        weight's.
+        """
         for value in node.outputs:
             value.name, self._num_values = f"made_{self._num_values}", self._num_values + 1
         self._graph.append(node)
         return node
 
     def _weight(self, source: ir.Value) -> ir.Value:
-        """The initializer that holds the tensor of another graph's."""
+        """Return the initializer that holds the tensor of an initializer of another graph."""
         if source not in self._weights:
             tensor = source.const_value
             assert tensor is not None

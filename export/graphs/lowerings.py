@@ -12,11 +12,13 @@ from eagle3.export.graphs.attention import PLACEHOLDER, Lowering, Nodes
 def _group_query_attention(
     nodes: Nodes, placeholder: ir.Node
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """`com.microsoft.GroupQueryAttention`: reads the used part of the cache, writes in place.
+    """`com.microsoft.GroupQueryAttention`: reads the used part of the cache and updates it in
+    place.
 
-    A single row takes another kernel there than the same row among others and rounds differently.
-    Therefore a call of one row gets a second, whose output is dropped and whose slot, behind the
-    last one, the next call overwrites: then a row's bits do not depend on how wide its call was.
+    For a single row the operator uses another kernel, which rounds differently than the same row
+    among others. A call of one row therefore gets a second row, whose output is dropped and whose
+    slot, after the last one, the next call overwrites. The bits of a row then do not depend on the
+    width of its call.
     """
     q, k, v, past_k, past_v, past_len, total_len, bias, sinks = _inputs(placeholder)
     heads, kv_heads, head_dim = _sizes(placeholder)
@@ -59,9 +61,11 @@ def _group_query_attention(
 def _write_row_counts(
     nodes: Nodes, q: ir.Value, past_len: ir.Value | None, total_len: ir.Value | None
 ) -> None:
-    """What all layers share: rows N, extra rows (1 for one row of one sequence), last slot, length.
+    """Write what all layers share: rows N, extra rows (1 for one row of one sequence), last slot,
+    length.
 
-    Several sequences get none: GroupQueryAttention takes them with one row each, or not at all.
+    Several sequences get no extra row: GroupQueryAttention accepts them with one row each, or not
+    at all.
     """
     nodes.once["rows"] = nodes.add("Shape", q, start=2, end=3)
     calls = nodes.add("Mul", nodes.once["rows"], nodes.add("Shape", q, start=0, end=1))
@@ -76,7 +80,7 @@ def _write_row_counts(
 
 
 def _scatter_attention(nodes: Nodes, placeholder: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """`TensorScatter` and `Attention` of opset 24: standard ONNX, reads all of the cache."""
+    """`TensorScatter` and `Attention` of opset 24: standard ONNX, which reads the whole cache."""
     q, k, v, past_k, past_v, past_len, _, bias, sinks = _inputs(placeholder)
     present_k = nodes.add("TensorScatter", past_k, k, past_len, axis=2, mode="linear")
     present_v = nodes.add("TensorScatter", past_v, v, past_len, axis=2, mode="linear")
@@ -89,10 +93,10 @@ def _scatter_attention(nodes: Nodes, placeholder: ir.Node) -> tuple[ir.Value, ir
 
 
 def _written_out(nodes: Nodes, placeholder: ir.Node, k: ir.Value, v: ir.Value) -> ir.Value:
-    """Attention [B,Hq,N,D] over presents [B,Hkv,S,D] in single steps, for a softcap or sinks.
+    """Attention [B,Hq,N,D] over presents [B,Hkv,S,D] in single steps, for softcaps and sinks.
 
-    The Attention operator has no sinks, and TensorRT refuses its softcap. The heads that share keys
-    are folded into rows, so that keys are not repeated; softmax runs in float32.
+    The Attention operator has no sinks, and TensorRT refuses its softcap. Heads that share keys
+    are folded into rows, so that keys are not repeated. softmax runs in float32.
     """
     q, _, _, past, *_, bias, sinks = _inputs(placeholder)
     heads, kv_heads, head_dim = _sizes(placeholder)
@@ -120,9 +124,11 @@ def _softmax(
     sinks: ir.Value | None,
     dtype: ir.DataType,
 ) -> ir.Value:
-    """Probabilities of scores + bias [B,Hq,N,S]; sinks [Hq] are a column more, which is dropped.
+    """Return the probabilities of scores + bias [B,Hq,N,S]. sinks [Hq] are an extra column, which
+    is dropped.
 
-    The column has its rows from the bias, which is finite: 0 times a score of -inf is NaN.
+    The column takes its shape from the bias, which is finite: 0 times a score of -inf would be
+    NaN.
     """
 
     def wide(x: ir.Value | None) -> Any:
@@ -143,10 +149,10 @@ def _softmax(
 
 
 def lower_attention(model: ir.Model, lowering: Lowering) -> int:
-    """Replaces every placeholder by the lowering's nodes and adds the presents to the outputs.
+    """Replace every placeholder by the lowering's nodes, and add the presents to the outputs.
 
-    The presents follow the other outputs: present_k.0 .., then present_v.0 ... Returns how many
-    layers were lowered.
+    The presents follow the other outputs: present_k.0 ..., then present_v.0 ... Returns the number
+    of lowered layers.
     """
     presents: dict[str, ir.Value] = {}
     once: dict[str, ir.Value] = {}
@@ -184,11 +190,11 @@ LOWERINGS: dict[str, Lowering] = {
 
 
 def _inputs(placeholder: ir.Node) -> list[ir.Value | None]:
-    """The placeholder's nine inputs; an absent last one is None."""
+    """Return the placeholder's nine inputs; an absent last one is None."""
     inputs = list(placeholder.inputs)
     return inputs + [None] * (9 - len(inputs))
 
 
 def _sizes(placeholder: ir.Node) -> list[int]:
-    """heads, kv_heads, head_dim."""
+    """Return heads, kv_heads and head_dim."""
     return [placeholder.attributes[name].as_int() for name in ("heads", "kv_heads", "head_dim")]

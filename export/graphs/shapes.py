@@ -1,7 +1,7 @@
-"""Shapes that a traced graph need not compute: what is left of them after this runs on no device.
+"""Removes shape computations that a traced graph does not need, and that no device can run.
 
-PyTorch writes the target of every view as numbers read off some input's shape. A GPU has to leave
-them to the host, which no CUDA graph can hold, although a constant says the same.
+PyTorch computes the target of every view from the shape of an input. A GPU library runs that on
+the host, which a CUDA graph cannot contain, although a constant describes the same view.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-_COPIED, _INFERRED, _BATCH = 0, -1, -2  # the first two as Reshape has them
+_COPIED, _INFERRED, _BATCH = 0, -1, -2  # the first two have the meaning that Reshape gives them
 
 
 def fix_shapes(model: ir.Model) -> None:
-    """Gives every Reshape whose dimensions are numbers, those of its input, or at most one other, a
-    constant target; drops every Expand that a MatMul or a gather of rows does by itself. In place.
+    """Give every Reshape a constant target if its dimensions are numbers, those of its input, or
+    at most one other. Drop every Expand that a MatMul or a gather of rows performs by itself. In
+    place.
 
-    A Reshape to the batch, one other and numbers reads the batch alone, which is a constant too
-    where an engine is loaded for one sequence. Needs the shapes that the trace left on values;
-    where they are missing a node stays as it is.
+    A Reshape to the batch, one other dimension and numbers reads only the batch, which is also a
+    constant when an engine is loaded for one sequence. It needs the shapes that the trace left on
+    values; nodes without them stay unchanged.
     """
     targets = _Targets(model.graph)
     for node in list(model.graph):
@@ -34,7 +35,7 @@ def fix_shapes(model: ir.Model) -> None:
 
 
 class _Targets:
-    """The targets of a graph's Reshapes, each made once."""
+    """The targets of a graph's Reshapes, each created once."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -42,7 +43,7 @@ class _Targets:
         self._made: dict[tuple[int, ...], ir.Value] = {}
 
     def fix(self, node: ir.Node) -> None:
-        """Gives a Reshape a target, if its shapes allow it."""
+        """Give a Reshape a constant target, if its shapes allow it."""
         source, target = node.inputs
         dims = self._dims(source, node.outputs[0])
         if target is None or target.const_value is not None or dims is None:
@@ -52,11 +53,12 @@ class _Targets:
             self._graph.insert_before(node, nodes)
             self._made[dims] = nodes[-1].outputs[0]
         node.replace_input_with(1, self._made[dims])
-        node.attributes.pop("allowzero", None)  # a 0 is a dimension of the input here
+        node.attributes.pop("allowzero", None)  # here a 0 copies the dimension of the input
 
     def _dims(self, source: ir.Value | None, result: ir.Value) -> tuple[int, ...] | None:
-        """Numbers that make `source` the shape of `result` whatever its symbols are; None: there
-        are none."""
+        """Return numbers that make `source` the shape of `result` for any value of its symbols, or
+        None.
+        """
         old, new = _dims(source), _dims(result)
         dims = [
             dim if isinstance(dim, int) else _COPIED if old[i : i + 1] == [dim] else _INFERRED
@@ -70,15 +72,15 @@ class _Targets:
 
 
 def constant(values: Sequence[int]) -> ir.Node:
-    """A Constant of int64."""
+    """Return an int64 Constant."""
     return ir.node("Constant", [], {"value": ir.tensor([*values], dtype=ir.DataType.INT64)})
 
 
 def batch_target(graph: ir.Graph, rest: Sequence[int]) -> list[ir.Node]:
-    """Nodes of which the last gives [B, *rest]; the first input of the graph is [B,..].
+    """Return nodes of which the last outputs [B, *rest]. The graph's first input is [B,..].
 
-    B is read off an input [B] if there is one: ONNX Runtime folds a Shape only where all of it is
-    known, which in a graph for one sequence it then is.
+    B is read from an input [B] if there is one, because ONNX Runtime folds a Shape only if all of
+    it is known, which is then the case in a graph for one sequence.
     """
     inputs = list(graph.inputs)
     source = next((x for x in inputs if _dims(x) == _dims(inputs[0])[:1]), inputs[0])
@@ -89,7 +91,7 @@ def batch_target(graph: ir.Graph, rest: Sequence[int]) -> list[ir.Node]:
 
 
 def _gather_rows(graph: ir.Graph, node: ir.Node) -> None:
-    """Rows [B,M,1] of x [B,N,d], expanded to [B,M,d]: GatherND takes them as they are."""
+    """Let GatherND read rows [B,M,1] of x [B,N,d] directly, instead of expanded to [B,M,d]."""
     source, index = node.inputs
     expand = None if index is None else index.producer()
     if source is None or expand is None or expand.op_type != "Expand":
@@ -118,15 +120,15 @@ def _drop_expand(node: ir.Node) -> None:
 
 
 def _broadcasts(source: ir.Value, expanded: ir.Value, other: ir.Value | None) -> bool:
-    """Whether a MatMul with `other` gives the same for `source` [..,a,b] as for `expanded`: the
-    other operand has every dimension that the expansion adds."""
+    """Return whether a MatMul with `other` has the same result for `source` [..,a,b] as for
+    `expanded`: `other` has every dimension that the expansion adds.
+    """
     old, new, theirs = (_dims(value) for value in (source, expanded, other))
     same_rank = 2 < len(old) == len(new) == len(theirs)
     return same_rank and old[-2:] == new[-2:] and theirs[:-2] == new[:-2]
 
 
 def _dims(value: ir.Value | None) -> list[int | ir.SymbolicDim]:
-    """The shape; empty where it is not known, or not all of it: dimensions without a name are not
-    the same one."""
+    """Return the shape; [] if it is not completely known, since unnamed dimensions can differ."""
     dims = [] if value is None or value.shape is None else list(value.shape)
     return [] if any(isinstance(d, ir.SymbolicDim) and d.value is None for d in dims) else dims

@@ -1,8 +1,8 @@
-"""RoPE whose frequencies change with the length of the request: frozen, or refused with its limit.
+"""RoPE whose frequencies depend on the length of the request: frozen, or refused with its limit.
 
-`dynamic` and `longrope` keep one table of frequencies up to a length and turn to another beyond
-it, where keys that are already cached stay rotated by the first one. A graph has one table, so it
-decodes what the model decodes exactly as long as no request outgrows the first.
+`dynamic` and `longrope` use one table of frequencies up to a length and another beyond it, while
+keys that are already cached stay rotated by the first. A graph has one table, so it decodes
+exactly what the model decodes as long as no request exceeds that length.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def refuse_outgrown_rope(name: str, config: Any, max_seq_len: int) -> None:
-    """Raises UnsupportedModel where a request of max_seq_len tokens changes frequencies.
+    """Raise UnsupportedModel if a request of max_seq_len tokens changes frequencies.
 
-    config: the text model's. name: the architecture's, for the message.
+    config: the text model's configuration. name: the architecture, for the message.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
@@ -33,7 +33,7 @@ def refuse_outgrown_rope(name: str, config: Any, max_seq_len: int) -> None:
             limit = parameters["original_max_position_embeddings"]
         if max_seq_len > limit:
             raise UnsupportedModel(
-                f"{name}: RoPE of type '{kind}' turns to other frequencies in a request of more "
+                f"{name}: RoPE of type '{kind}' changes its frequencies in requests of more "
                 f"than {limit} tokens, which one compiled graph cannot express, and max_seq_len "
                 f"is {max_seq_len}; pass --max-seq-len {limit} or less"
             )
@@ -41,9 +41,9 @@ def refuse_outgrown_rope(name: str, config: Any, max_seq_len: int) -> None:
 
 @contextmanager
 def static_rope(model: nn.Module) -> Iterator[None]:
-    """Length-dependent RoPE has the frequencies of short requests inside this context.
+    """Within this context, length-dependent RoPE uses the frequencies of short requests.
 
-    transformers decides in every call by `rope_type`, which may be one for each layer type.
+    transformers decides in every call by `rope_type`, which can differ by layer type.
     """
     before: list[tuple[Any, Any, list[tuple[Tensor, Tensor]]]] = []
     try:
@@ -69,6 +69,6 @@ def static_rope(model: nn.Module) -> Iterator[None]:
 
 
 def _frequencies(module: Any, layer_type: str) -> tuple[Tensor, Tensor]:
-    """The buffer in use, and the frequencies of short requests."""
+    """Return the buffer in use, and the frequencies of short requests."""
     prefix = f"{layer_type}_" if layer_type else ""
     return getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}original_inv_freq")

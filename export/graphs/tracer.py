@@ -1,7 +1,7 @@
 """From a PyTorch module to an ONNX model on disk: trace, lower, lay out weights, save.
 
-Dimensions that vary between calls are symbols: a dimension that PyTorch would freeze is an error
-here, never a silent constant.
+Dimensions that vary between calls are symbols. A dimension that PyTorch would turn into a constant
+is an error.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from eagle3.export.graphs.shapes import fix_shapes
 from eagle3.export.graphs.weights import swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel
 
-# The letters of the graphs' symbolic dimensions, with the range they are traced for.
+# The symbolic dimensions of the graphs, with the range they are traced for.
 DIMS = {
     "B": torch.export.Dim("B", min=1, max=1024),
     "N": torch.export.Dim("N", min=1, max=65536),
     "M": torch.export.Dim("M", min=1, max=65536),
     "W": torch.export.Dim("W", min=1, max=65536),
 }
-# Weights below this many bytes stay inside the .onnx file.
+# Weights smaller than this many bytes stay inside the .onnx file.
 _INLINE_BYTES = 1024
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the exporter's progress and deprecation notes away from the user's terminal."""
+    """Hide the exporter's progress and deprecation messages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -56,8 +56,8 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cycle_collector() -> Iterator[None]:
-    """A trace makes so many objects that Python would search all that torch and transformers hold
-    for cycles, again and again: a tenth of the time.
+    """Disable the garbage collector. A trace creates so many objects that repeated searches for
+    cycles through everything torch and transformers hold take a tenth of its time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -75,14 +75,12 @@ def trace(
     lowering: Lowering,
     name: str,
 ) -> ir.Model:
-    """Traces `module(*inputs)` into an ONNX model with the attention lowered; see
-    `trace_unlowered`.
-    """
+    """Trace `module(*inputs)` into an ONNX model with lowered attention; see `trace_unlowered`."""
     return lower(trace_unlowered(module, inputs, outputs, lowering, name), lowering)
 
 
 def lower(model: ir.Model, lowering: Lowering) -> ir.Model:
-    """`model` itself, its attention and its experts written in the lowering."""
+    """Lower the attention and the experts of `model` in place, and return it."""
     lower_attention(model, lowering)
     lower_experts(model)
     RemoveUnusedNodesPass()(model)
@@ -97,12 +95,12 @@ def trace_unlowered(
     lowering: Lowering,
     name: str,
 ) -> ir.Model:
-    """Traces `module(*inputs)` into an ONNX model that still has a placeholder for each attention
-    and each mixture of experts.
+    """Trace `module(*inputs)` into an ONNX model that has a placeholder for each attention and
+    each mixture of experts.
 
-    inputs: name -> (example tensor or list of tensors, its dimensions, for example "B N 64"; a
-    letter of DIMS is symbolic). A list becomes inputs `name.0`, `name.1`, ... Raises
-    UnsupportedModel when a symbolic dimension cannot stay symbolic.
+    inputs: name -> (example tensor or list of tensors, its dimensions, for example "B N 64", where
+    letters of DIMS are symbolic). A list becomes the inputs `name.0`, `name.1`, ... Raises
+    UnsupportedModel if a symbolic dimension cannot stay symbolic.
     """
     examples = tuple(value for value, _ in inputs.values())
     shapes = tuple(_dynamic(value, dims) for value, dims in inputs.values())
@@ -136,9 +134,10 @@ def trace_unlowered(
 
 
 def _may_fold(node: ir.Node) -> bool | None:
-    """Weights stay as they are, also small ones: `store_for_matmul` lays them out, tied ones once.
+    """Return whether constant folding may fold a node. Weights stay unchanged: `store_for_matmul`
+    lays them out, tied ones once.
 
-    What PyTorch itself does here (torch.onnx.export(optimize=True)) folds the small ones.
+    PyTorch's own optimization (torch.onnx.export(optimize=True)) folds small weights.
     """
     return False if node.op_type == "Transpose" and swaps_last_two(node) else None
 
@@ -165,7 +164,7 @@ def _first_lines(error: Exception, count: int = 6) -> str:
 
 
 def _name_dims(model: ir.Model, dims: Sequence[str]) -> None:
-    """Gives PyTorch's symbols (s36, ...) the letters they were declared with."""
+    """Rename PyTorch's symbols (s36, ...) to the letters they were declared with."""
     letters: dict[str, str] = {}
     for value, spec in zip(model.graph.inputs, dims, strict=True):
         assert value.shape is not None
@@ -195,10 +194,10 @@ def _rename(dim: int | ir.SymbolicDim, letters: Mapping[str, str]) -> int | str 
 def save(
     model: ir.Model, path: Path, shared: Mapping[str, ir.ExternalTensor] | None = None
 ) -> dict[str, ir.ExternalTensor]:
-    """Writes `path` and its weights `path`.data; returns where each weight lies.
+    """Write `path` and its weights `path`.data; return where each weight is stored.
 
-    shared: initializer name -> a weight that another engine's file already holds; it is referred
-    to, not written again.
+    shared: initializer name -> a weight that another engine's file already contains. It is
+    referenced, not written again.
     """
     for name, tensor in (shared or {}).items():
         model.graph.initializers[name].const_value = tensor

@@ -1,5 +1,7 @@
-"""How weights lie in a graph: stored the way MatMul reads them, tied ones once, int8 on demand;
-and which of them are the embedding and the lm_head, which a draft may share with its target.
+"""The layout of weights in a graph: stored as MatMul reads them, tied weights once, int8 on
+request.
+
+It also finds the embedding and the lm_head, which a draft can share with its target.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import onnx_ir as ir
 from eagle3.export.graphs.shapes import batch_target, constant
 from eagle3.runtime.errors import ExportError
 
-# Rows of a weight [K,N] that share one scale, the largest that divides K is taken.
+# Rows of a weight [K,N] that share one scale. The largest block that divides K is used.
 _BLOCKS = (128, 64, 32)
 
 
@@ -28,11 +30,11 @@ def _replace(node: ir.Node, nodes: list[ir.Node], out: ir.Value) -> None:
 
 
 def store_for_matmul(model: ir.Model) -> None:
-    """Removes every Transpose of a weight.
+    """Remove every Transpose of a weight.
 
-    A weight that only feeds MatMul is stored as [K,N], one of several experts as [E,K,N]. One that
-    also feeds a Gather (embedding tied to lm_head) stays [N,K], is stored once, and its MatMul
-    becomes a Gemm that reads it as it is.
+    A weight that only feeds MatMul is stored as [K,N], one of several experts as [E,K,N]. A weight
+    that also feeds a Gather (an embedding tied to lm_head) stays [N,K], is stored once, and its
+    MatMul becomes a Gemm that reads it in this layout.
     """
     for node in [n for n in model.graph if n.op_type == "Transpose"]:
         weight = node.inputs[0]
@@ -50,13 +52,13 @@ def store_for_matmul(model: ir.Model) -> None:
 
 
 def _multiplies_rows(matmul: ir.Node) -> bool:
-    """Whether its input may be [B,N,K]: a trace forgets the shapes between its nodes."""
+    """Return whether the input may be [B,N,K]; a trace does not keep all intermediate shapes."""
     x = matmul.inputs[0]
     return x is not None and (x.shape is None or len(x.shape) == 3)
 
 
 def swaps_last_two(transpose: ir.Node) -> bool:
-    """[..,N,K] -> [..,K,N] with at most one dimension in front."""
+    """Return whether a Transpose is [..,N,K] -> [..,K,N] with at most one leading dimension."""
     perm = transpose.attributes.get("perm")
     value = transpose.inputs[0]
     rank = len(value.shape) if value is not None and value.shape is not None else 0
@@ -71,7 +73,7 @@ def initializer(
     dtype: ir.DataType,
     read: Callable[[], ir.Tensor[Any]],
 ) -> ir.Value:
-    """A new initializer whose tensor is made by `read` when it is written to disk."""
+    """Return a new initializer whose tensor `read` creates when it is written to disk."""
     dims = ir.Shape(shape)
     lazy = ir.LazyTensor(read, dtype=dtype, shape=dims, name=name)
     value = ir.Value(name=name, shape=dims, type=ir.TensorType(dtype), const_value=lazy)
@@ -96,7 +98,7 @@ def _transpose_in_place(model: ir.Model, node: ir.Node, weight: ir.Value) -> Non
 
 
 def _matmul_to_gemm(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
-    """x [B,N,K] @ weight.T with weight [V,K] -> Reshape, Gemm(transB), Reshape."""
+    """Replace x [B,N,K] @ weight.T, weight [V,K], by Reshape, Gemm(transB), Reshape."""
     x = matmul.inputs[0]
     assert weight.const_value is not None
     width, depth = weight.const_value.shape.numpy()
@@ -109,18 +111,23 @@ def _matmul_to_gemm(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
 
 
 def embedding_name(model: ir.Model) -> str:
-    """The initializer that input_ids look up. Raises ExportError when there is none."""
+    """Return the embedding table: the initializer that `Gather(input_ids)` reads.
+
+    Raises ExportError if there is none.
+    """
     for node in (n for n in model.graph if n.op_type == "Gather"):
         table, ids = node.inputs
         if table is None or ids is None or ids.name != "input_ids":
             continue
         if table.is_initializer():
             return str(table.name)
-    raise ExportError(f"the graph of {model.graph.name} has no embedding look-up of input_ids")
+    raise ExportError(f"the graph of {model.graph.name} has no embedding lookup of input_ids")
 
 
 def lm_head_name(model: ir.Model) -> str | None:
-    """The initializer whose product is `logits`; None where it is stored otherwise, as int8 is."""
+    """Return the initializer whose product is `logits`; None if it is stored otherwise, as int8
+    is.
+    """
     value = next(out for out in model.graph.outputs if out.name == "logits")
     while (node := value.producer()) is not None and node.inputs[0] is not None:
         if node.op_type in ("MatMul", "Gemm"):
@@ -131,16 +138,18 @@ def lm_head_name(model: ir.Model) -> str | None:
 
 
 def int8_block(depth: int) -> int | None:
-    """Rows that share a scale in a weight of `depth` rows; None where no block divides it."""
+    """Return the rows that share a scale in a weight of `depth` rows, or None if no block divides
+    it.
+    """
     return next((block for block in _BLOCKS if depth % block == 0), None)
 
 
 def quantize_int8(model: ir.Model) -> int:
-    """Stores the weights of MatMuls as int8 with one scale per block of rows and column.
+    """Store the weights of MatMuls as int8 with one scale per block of rows and column.
 
-    weight [K,N] -> int8 [K,N] and scales [K/block,N] of its dtype; DequantizeLinear in front of the
-    MatMul, which ONNX Runtime fuses into one kernel. Symmetric, no zero points. Returns how many
-    weights were stored so.
+    weight [K,N] becomes int8 [K,N] and scales [K/block,N] of its dtype, with a DequantizeLinear
+    before the MatMul, which ONNX Runtime fuses into one kernel. Symmetric, without zero points.
+    Returns the number of weights stored as int8.
     """
     count = 0
     for matmul in [n for n in model.graph if n.op_type == "MatMul"]:
@@ -160,9 +169,9 @@ def quantize_int8(model: ir.Model) -> int:
 
 
 def unshare_int8(model: ir.Model) -> None:
-    """Gives every DequantizeLinear initializers of its own, which stay one tensor in the file.
+    """Give every DequantizeLinear its own initializers, which stay one tensor in the file.
 
-    ONNX Runtime fuses it with its MatMul only where nothing else reads the weight. The copies are
+    ONNX Runtime fuses it with its MatMul only if nothing else reads the weight. The copies are
     named `NAME#1`, `NAME#2`, ...
     """
     seen: Counter[str | None] = Counter()
@@ -184,7 +193,7 @@ def unshare_int8(model: ir.Model) -> None:
 def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, block: int) -> None:
     name = weight.name
     assert name is not None
-    if f"{name}.int8" not in model.graph.initializers:  # another MatMul may read the same weight
+    if f"{name}.int8" not in model.graph.initializers:  # another MatMul can read the same weight
         _store_int8(model, weight, block)
     stored = [model.graph.initializers[f"{name}.{suffix}"] for suffix in ("int8", "scale")]
     dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
@@ -207,9 +216,9 @@ def _store_int8(model: ir.Model, weight: ir.Value, block: int) -> None:
 
 
 def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """weight [K,N] of any float dtype -> int8 [K,N], scales [K/block,N] of that dtype.
+    """Quantize weight [K,N] of any float dtype to int8 [K,N] and scales [K/block,N] of that dtype.
 
-    |error| <= scale / 2: a scale that its dtype cannot hold exactly is rounded up, never to 0.
+    |error| <= scale / 2. A scale that its dtype cannot represent is rounded up, never to 0.
     """
     depth, width = weight.shape
     blocks = weight.astype(np.float32).reshape(depth // block, block, width)
@@ -224,14 +233,16 @@ def block_int8(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class StoredGraph:
-    """A graph whose weights lie in a file, by initializer name; another may refer to them."""
+    """A graph whose weights are stored in a file, by initializer name, for reference from another
+    graph.
+    """
 
     graph: ir.Model
     weights: Mapping[str, ir.ExternalTensor]
 
     @classmethod
     def load(cls, path: Path) -> StoredGraph:
-        """Reads the graph `path`; weights stay on disk."""
+        """Read the graph `path`. The weights stay on disk."""
         graph = ir.load(path)
         tensors = {name: value.const_value for name, value in graph.graph.initializers.items()}
         return cls(graph, {n: t for n, t in tensors.items() if isinstance(t, ir.ExternalTensor)})

@@ -1,4 +1,4 @@
-"""`--assume KEY=VALUE`: what the user decides where a checkpoint leaves it open, or is wrong."""
+"""`--assume KEY=VALUE`: decisions of the user where a checkpoint is ambiguous or wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eagle3.runtime.errors import CheckpointError
 
 @dataclass(frozen=True)
 class _Kind:
-    """Values that a key takes: in words, and as a test."""
+    """The values that a key accepts: in words, and as a test."""
 
     says: str
     holds: Callable[[str], bool]
@@ -52,9 +52,10 @@ KINDS: Mapping[str, _Kind] = {
 
 
 def parse_assumptions(texts: Sequence[str]) -> dict[str, str]:
-    """["d2t=absolute"] -> {"d2t": "absolute"}.
+    """Parse ["d2t=absolute"] to {"d2t": "absolute"}.
 
-    Raises CheckpointError for what is no KEY=VALUE, an unknown key, a wrong value, a key twice.
+    Raises CheckpointError for text that is not KEY=VALUE, an unknown key, an invalid value, or a
+    repeated key.
     """
     given: dict[str, str] = {}
     for text in texts:
@@ -65,34 +66,36 @@ def parse_assumptions(texts: Sequence[str]) -> dict[str, str]:
         if not KINDS[key].holds(value):
             raise CheckpointError(f"--assume {key} is {value!r}, not {KINDS[key].says}")
         if given.get(key, value) != value:
-            raise CheckpointError(f"--assume {key} is given as {given[key]!r} and as {value!r}")
+            raise CheckpointError(
+                f"--assume {key} is given twice, as {given[key]!r} and as {value!r}"
+            )
         given[key] = value
     return given
 
 
 class Assumptions:
-    """Hands out what the user decided, and knows what nobody asked for."""
+    """Provides the user's decisions, and tracks which of them were used."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given, self._open = dict(given), set(given)
 
     def take(self, key: str) -> str | None:
-        """The value of `key`, None where the user left it to the checkpoint."""
+        """Return the value of `key`, or None if the user did not set it."""
         assert key in KINDS, key
         self._open.discard(key)
         return self._given.get(key)
 
     def boolean(self, key: str) -> bool | None:
-        """The same for a key that is true or false."""
+        """Like `take`, for a key that is true or false."""
         value = self.take(key)
         return None if value is None else value == "true"
 
     def ignored(self) -> frozenset[str]:
-        """Config keys that are to be passed over."""
+        """The config keys to ignore."""
         return frozenset((self.take("ignore") or "").split(",")) - {""}
 
     def check_all_taken(self, head: str) -> None:
-        """Raises CheckpointError naming an assumption that decided nothing for `head`."""
+        """Raise CheckpointError that names an assumption which decided nothing for `head`."""
         if self._open:
             listed = ", ".join(f"{key}={self._given[key]}" for key in sorted(self._open))
             raise CheckpointError(

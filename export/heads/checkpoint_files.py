@@ -1,4 +1,4 @@
-"""The files of a draft head: where they lie, config.json, tensors. Nothing in them is ever run.
+"""The files of a draft head: location, config.json, tensors. No code in them is ever run.
 
 Every failure is a CheckpointError that names the file.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eagle3.runtime.errors import CheckpointError
 
-# The first of each kind that is there names or holds the weights; then any file of the kind.
+# Of each kind, the first existing name is the index or the weights; otherwise any file of the kind.
 _KINDS = {
     "model.safetensors": "*.safetensors",
     "pytorch_model.bin": "pytorch_model*.bin",
@@ -28,7 +28,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head as it lies on disk: config.json and every tensor, by the names of its dialect."""
+    """The files of a head: config.json and every tensor, by the names of its dialect."""
 
     folder: Path
     raw: Mapping[str, Any]
@@ -36,13 +36,13 @@ class Checkpoint:
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Reads the folder or hub id `source`."""
+    """Read the folder or hub id `source`."""
     folder = head_folder(source)
     return Checkpoint(folder, read_config(folder), read_weights(folder))
 
 
 def head_folder(source: str | Path) -> Path:
-    """The folder `source`, or the hub id's, fetched."""
+    """Return the folder `source`, or that of the downloaded hub id."""
     path = Path(source)
     if path.is_dir():
         return path
@@ -56,23 +56,23 @@ def head_folder(source: str | Path) -> Path:
         )
     except Exception as error:
         raise CheckpointError(
-            f"draft {source}: it is no local folder, and as a hub id it could not be fetched: "
+            f"draft {source}: it is not a local folder, and could not be downloaded as a hub id: "
             f"{_first_line(error)}"
         ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a head."""
+    """Return config.json of a head."""
     path = folder / "config.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; a draft head has a config.json")
+        raise CheckpointError(f"{path} not found; a draft head needs a config.json")
     return _read_json(path)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # the last: nested without end
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(raw).__name__}")
@@ -80,9 +80,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder; safetensors first, `.bin` without running what it contains.
+    """Return all tensors of the folder; safetensors first, `.bin` without running code in it.
 
-    A file that an index names and that is not there, and a tensor that two files hold, are errors.
+    Raises CheckpointError if a file that an index names is missing, or if two files hold a tensor.
     """
     weights: dict[str, Tensor] = {}
     held: dict[str, Path] = {}
@@ -97,7 +97,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The one file, the shards of the index, or all files of the first kind that is there."""
+    """Return the single file, the shards of the index, or all files of the first existing kind."""
     for single, pattern in _KINDS.items():
         index = folder / f"{single}.index.json"
         if single and index.is_file():
@@ -116,7 +116,7 @@ def _indexed_files(index: Path) -> list[Path]:
     files = [index.parent / name for name in sorted(set(names.values()))]
     for file in files:
         if file.parent != index.parent or not file.is_file():
-            raise CheckpointError(f"{index} names {file.name}, which is not there")
+            raise CheckpointError(f"{index} names {file.name}, which does not exist")
     return files
 
 
@@ -128,12 +128,12 @@ def _read_file(file: Path) -> dict[str, Tensor]:
             part = load_file(file)
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except Exception as error:  # pickle.UnpicklingError: code where weights should be
+    except Exception as error:  # pickle.UnpicklingError: code in place of weights
         raise CheckpointError(
-            f"{file} holds more than tensors and is refused: {_first_line(error)}"
+            f"{file} contains more than tensors and is refused: {_first_line(error)}"
         ) from error
     if not isinstance(part, dict) or not all(isinstance(t, Tensor) for t in part.values()):
-        raise CheckpointError(f"{file} is no mapping of names to tensors")
+        raise CheckpointError(f"{file} is not a mapping of names to tensors")
     return part
 
 

@@ -1,4 +1,4 @@
-"""What a head is, fully resolved: all that the graph is built from, and where each value is from.
+"""The resolved description of a head: everything that its graph is built from, with sources.
 
 Letters: d hidden size of the head, D of the target, V target vocabulary, Vd draft vocabulary.
 """
@@ -21,8 +21,8 @@ AUX_LAYERS = "aux_layer_ids (hidden_states indices)"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A value and where it came from: "config", "dialect default", "tensors" or "flag"; a remark
-    may follow in brackets.
+    """A value and its source: "config", "dialect default", "tensors" or "flag", which a remark in
+    brackets can follow.
     """
 
     value: Any
@@ -33,14 +33,14 @@ class Resolved:
 class HeadConfig:
     """A draft head (method section 2). Widths: d hidden, A = heads * head_dim.
 
-    method: "eagle3" or "eagle1". attention_bias: q, k, v and o have biases; qkv_bias: all but o.
-    aux_layer_ids: hidden_states indices, low to high; index L, of a target of L layers, is the
-    final hidden after the target's last norm, and all that an EAGLE-1/2 head reads. norm_output:
-    the hidden that is fed back is normed. fc_bias: fc has one (EAGLE-1/2 only).
-    target_hidden_size: D where it is not d. norm_before_residual: the residual is the normed
-    hidden. norm_before_fc: one norm over the fused features; fc_norm: one for each. qk_norm:
-    queries and keys are normed before RoPE. own_embedding: tokens are looked up in the head's table
-    [V,d], not in the target's.
+    method: "eagle3" or "eagle1". attention_bias: q, k, v and o have biases; qkv_bias: all except
+    o. aux_layer_ids: hidden_states indices, low to high; index L of a target with L layers is the
+    final hidden state after the target's last norm, and the only one that an EAGLE-1/2 head reads.
+    norm_output: the output is normed before it is fed back. fc_bias: fc has a bias (EAGLE-1/2
+    only). target_hidden_size: D if it is not d. norm_before_residual: the residual is the normed
+    hidden state. norm_before_fc: one norm over the fused features; fc_norm: one norm per feature.
+    qk_norm: queries and keys are normed before RoPE. own_embedding: tokens are looked up in the
+    head's table [V,d], not in the target's.
     """
 
     hidden_size: int
@@ -74,12 +74,12 @@ class HeadConfig:
         if self.norm_before_fc and self.fc_norm:
             raise CheckpointError(
                 "the head has norm_before_fc (one norm over the fused features) and fc_norm (one "
-                "for each): they exclude each other; say which with --assume fc_norm=false or "
+                "for each): they are exclusive; choose one with --assume fc_norm=false or "
                 "--assume norm_before_fc=false"
             )
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"num_attention_heads {self.num_heads} is no multiple of num_key_value_heads "
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_kv_heads}"
             )
         if self.head_dim % 2:
@@ -98,9 +98,9 @@ class HeadConfig:
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What of the target a head must fit.
+    """The sizes of the target that a head must fit.
 
-    embedding [V,D]: to say whether a head's own copy is the same; None leaves that open.
+    embedding [V,D]: used to detect a head's own copy of it; None disables that.
     """
 
     hidden_size: int
@@ -114,7 +114,7 @@ class Head:
     """A head's resolved configuration, its weights by official name, and draft -> target ids.
 
     target_ids [Vd] int64: the target's id of every draft id. checkpoint, target, aux_layer_ids and
-    assume are what it was read from, for `reread`.
+    assume are the inputs it was read from, for `reread`.
     """
 
     config: HeadConfig
@@ -127,5 +127,5 @@ class Head:
 
     @property
     def own_embedding(self) -> Tensor | None:
-        """The head's table [V,d]; None where tokens are looked up in the target's."""
+        """The head's table [V,d], or None if tokens are looked up in the target's."""
         return self.weights[OWN_EMBEDDING] if self.config.own_embedding else None

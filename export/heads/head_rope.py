@@ -1,4 +1,4 @@
-"""The RoPE of a head: every parameter, or a refusal by name."""
+"""The RoPE parameters of a head. Anything that is not supported is refused by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from eagle3.export.graphs.static_rope import LENGTH_DEPENDENT_ROPE
 from eagle3.export.heads.dialects.fields import boolean, mapping, number
 from eagle3.runtime.errors import CheckpointError
 
-DEFAULT_ROPE_THETA = 10000.0  # the official training configurations name none
-# RoPE types that one table expresses: the factors that each one needs, and those it may have.
+DEFAULT_ROPE_THETA = 10000.0  # the official training configurations do not contain one
+# RoPE types that one table can express, with the factors that each requires and allows.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -28,12 +28,12 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 
 def rope(layer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """RoPE parameters as transformers reads them (`rope_type`, `rope_theta`, scaling factors), and
-    whether the config names the theta.
+    """Return RoPE parameters in transformers' form (`rope_type`, `rope_theta`, scaling factors),
+    and whether the config contains the theta.
 
     layer: the decoder layer's keys, in the older form (`rope_theta`, `rope_scaling`) or the newer
     (`rope_parameters`). Raises CheckpointError for a type that one table cannot express, a value
-    out of range, or a key that is not understood.
+    out of range, or an unknown key.
     """
     scaling = _scaling(layer)
     kind = _kind(scaling)
@@ -42,7 +42,7 @@ def rope(layer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     foreign = sorted(set(scaling) - known)
     if foreign:
         raise CheckpointError(
-            f"the head's RoPE of type '{kind}' has {', '.join(foreign)}, which is not understood; "
+            f"the head's RoPE of type '{kind}' has {', '.join(foreign)}, which is not supported; "
             "if it does not change what the head computes, say so with --assume ignore=KEY"
         )
     values = {k: v for k, v in scaling.items() if k in (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))}
@@ -64,7 +64,7 @@ def rope(layer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def _scaling(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands under rope_parameters or rope_scaling, without nulls."""
+    """Return the content of rope_parameters or rope_scaling, without nulls."""
     found = [mapping(layer, key) for key in ("rope_parameters", "rope_scaling")]
     found = [{k: v for k, v in each.items() if v is not None} for each in found]
     found = [each for each in found if each]
@@ -76,7 +76,7 @@ def _scaling(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(scaling: dict[str, Any]) -> str:
-    """Takes the type out of `scaling`, under its newer or its older name."""
+    """Remove the type from `scaling`, under its newer or its older name, and return it."""
     older = scaling.pop("type", None)
     kind = scaling.setdefault("rope_type", older or "default")
     if kind in LENGTH_DEPENDENT_ROPE:
@@ -89,6 +89,6 @@ def _kind(scaling: dict[str, Any]) -> str:
 
 
 def _number(scaling: Mapping[str, Any], key: str) -> Any:
-    """Checked, and of the type it was stored in: the original length stays an integer."""
+    """Return a checked value in the type it was stored in; the original length stays an integer."""
     number(scaling, key)
     return scaling[key]

@@ -1,4 +1,6 @@
-"""Which of the target's layers a head fuses: one key, counted in two ways that differ by one."""
+"""Which of the target's layers a head fuses. Checkpoints count them in two ways that differ by
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ def aux_layers(
     depth: int,
     flag: Sequence[int] | None,
 ) -> Resolved:
-    """The fused layers as hidden_states indices of a target of `depth` layers, low to high.
+    """Return the fused layers as hidden_states indices of a target of `depth` layers, low to high.
 
     flag: hidden_states indices that override the checkpoint's. A checkpoint that counts layer
-    outputs stores one less than the index: [1, 3] are hidden_states[2] and [4]. The output of the
-    last of L layers, stored as L - 1, is index L, and like hidden_states[L] it is taken after the
+    outputs stores the index minus one: [1, 3] are hidden_states[2] and [4]. The output of the last
+    of L layers, stored as L - 1, is index L, and like hidden_states[L] it is taken after the
     target's last norm.
     """
     if flag is not None:
@@ -72,13 +74,13 @@ def _check(found: Resolved, dialect: Dialect, depth: int) -> None:
     layers, source = found.value, found.source
     if dialect.method == "eagle1" and layers != [depth]:
         raise CheckpointError(
-            f"aux layers {layers} ({source}): an EAGLE-1/2 head reads the final hidden after the "
-            f"last norm alone, hidden_states[{depth}] of a target of {depth} layers"
+            f"aux layers {layers} ({source}): an EAGLE-1/2 head reads only the final hidden state "
+            f"after the last norm, hidden_states[{depth}] of a target of {depth} layers"
         )
     low_to_high = bool(layers) and layers == sorted(set(layers))
     if not low_to_high or layers[0] < 0 or layers[-1] > depth:
         raise CheckpointError(
             f"aux layers {layers} ({source}) do not fit a target of {depth} layers: they must be "
-            f"different hidden_states indices from 0 to {depth} (the final hidden, after the last "
-            "norm), low to high; give them with --aux-layers"
+            f"different hidden_states indices from 0 to {depth} (the final hidden state, after the "
+            "last norm), low to high; give them with --aux-layers"
         )

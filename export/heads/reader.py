@@ -1,4 +1,4 @@
-"""Reads a draft checkpoint of any dialect: every value resolved, with its source, or refused."""
+"""Reads a draft checkpoint of any dialect. Every value is resolved, with its source, or refused."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def read_head(
     aux_layer_ids: Sequence[int] | None = None,
     assume: Mapping[str, str] | None = None,
 ) -> Head:
-    """Reads the folder or hub id `source`.
+    """Read the folder or hub id `source`.
 
-    aux_layer_ids: hidden_states indices, which override the checkpoint's. assume: what the user
-    decided, as `parse_assumptions` returns it. Raises CheckpointError naming the key or tensor and
-    both values.
+    aux_layer_ids: hidden_states indices, which override the checkpoint's. assume: decisions of the
+    user, from `parse_assumptions`. Raises CheckpointError that names the key or tensor and both
+    values.
     """
     head = _read(open_checkpoint(source), target, aux_layer_ids, assume or {})
     check_numbers(head.checkpoint.weights)
@@ -44,11 +44,12 @@ def reread(
     aux_layer_ids: Sequence[int] | None = None,
     assume: Mapping[str, str] | None = None,
 ) -> Head:
-    """The same checkpoint under another reading, from memory: weights are shared, not copied.
+    """Return the same checkpoint under another reading, from memory. Weights are shared, not
+    copied.
 
-    What is not given here stays as it was given when `head` was read; of aux_layer_ids and
-    layer_ids, the one that is given replaces the other. Raises CheckpointError where the checkpoint
-    cannot be read so.
+    What is not passed keeps its value from when `head` was read; of aux_layer_ids and layer_ids,
+    the one that is passed replaces the other. Raises CheckpointError if the checkpoint cannot be
+    read this way.
     """
     given, layers = {**head.assume, **(assume or {})}, head.aux_layer_ids
     if aux_layer_ids is not None:
@@ -94,9 +95,9 @@ def _read(
 
 
 def _without(raw: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
-    """The config less the keys that the user wants passed over, wherever they stand in it.
+    """Return the config without the keys that the user ignores, at any level.
 
-    Raises CheckpointError for one that stands nowhere.
+    Raises CheckpointError for a key that does not occur.
     """
     found: set[str] = set()
 
@@ -112,7 +113,7 @@ def _without(raw: Mapping[str, Any], ignored: frozenset[str]) -> dict[str, Any]:
 
 
 def _official_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The layer of an EAGLE-3 head as `midlayer`; that of an EAGLE-1/2 head stays `layers.0`."""
+    """Name the layer of an EAGLE-3 head `midlayer`; that of an EAGLE-1/2 head stays `layers.0`."""
     if "layers.0.hidden_norm.weight" not in weights:
         return dict(weights)
     return {

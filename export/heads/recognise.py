@@ -1,4 +1,4 @@
-"""Tells which dialect a checkpoint is written in, by its configuration and its tensors' names."""
+"""Determines the dialect of a checkpoint from its configuration and its tensors' names."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _EAGLE3 = {
     "specforge": specforge.SPECFORGE,
     "speculators": speculators.SPECULATORS,
 }
-# What an EAGLE-3 head has and an EAGLE-1/2 head has not; both may name the layer layers.0.
+# Tensors that an EAGLE-3 head has and an EAGLE-1/2 head lacks; both can name the layer layers.0.
 _NOT_EAGLE1 = ("norm.weight", "layers.0.hidden_norm.weight")
 
 
 def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Resolved]:
-    """The dialect, and what told it. Raises CheckpointError for what is none of them."""
+    """Return the dialect and its source. Raises CheckpointError if it is none of them."""
     raw, names = checkpoint.raw, set(checkpoint.weights)
     is_nested = _is_nested(checkpoint)
     has_midlayer = any(name.startswith("midlayer.") for name in names)
     if not has_midlayer and not any(name.startswith("layers.0.") for name in names):
         raise CheckpointError(
-            "no tensor is named midlayer.* or layers.0.*: this is no EAGLE head; found "
+            "no tensor is named midlayer.* or layers.0.*: this is not an EAGLE head; found "
             f"{', '.join(sorted(names)[:6])}"
         )
     if not is_nested and not has_midlayer and not names.intersection(_NOT_EAGLE1):
@@ -45,7 +45,7 @@ def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Res
         raise CheckpointError(
             "the head's layer is named layers.0, as in the speculators dialect, but its config has "
             "no transformer_layer_config, so that defaults and layer ids could be of any dialect: "
-            f"say which with --assume dialect={'|'.join(_EAGLE3)}"
+            f"choose one with --assume dialect={'|'.join(_EAGLE3)}"
         )
     elif _names(raw, specforge.ARCHITECTURE) and not _is_own(raw):
         dialect, source = specforge.SPECFORGE, "config (architectures)"
@@ -55,13 +55,15 @@ def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Res
 
 
 def _wherever(dialect: Dialect, is_nested: bool) -> Dialect:
-    """The dialect's conventions for a config that is laid out as another's."""
+    """Return the dialect's conventions for a config in the layout of another dialect."""
     head_keys = dialect.head_keys | speculators.SPECULATORS.head_keys
     return replace(dialect, nested=is_nested, head_keys=head_keys, eagle_keys=EAGLE_KEYS)
 
 
 def _is_nested(checkpoint: Checkpoint) -> bool:
-    """Whether the config is that of speculators. Raises CheckpointError for its other methods."""
+    """Return whether the config is that of speculators. Raises CheckpointError for its other
+    methods.
+    """
     raw = checkpoint.raw
     kind = raw.get("speculators_model_type")
     if kind is not None and kind != speculators.MODEL_TYPE:
@@ -83,5 +85,7 @@ def _names(raw: Mapping[str, Any], architecture: str) -> bool:
 
 
 def _is_own(raw: Mapping[str, Any]) -> bool:
-    """Trained by this project: the official layout, under the architecture that SGLang asks for."""
+    """Whether this project trained it: the official layout, under the architecture name SGLang
+    needs.
+    """
     return str(raw.get("trained_by", "")).startswith("eagle3 ")

@@ -1,4 +1,4 @@
-"""The configuration of a head: every key under its dialect's defaults, and what must agree.
+"""Resolves the configuration of a head: every key under its dialect's defaults, and consistency.
 
 Letters: d hidden size of the head, D of the target.
 """
@@ -27,10 +27,10 @@ def head_config(
     weights: Mapping[str, Tensor],
     layers: tuple[int, ...],
 ) -> HeadConfig:
-    """All but the embedding; `values` notes each source.
+    """Return the whole configuration except the embedding; `values` records each source.
 
-    raw: config.json; weights: by the checkpoint's names, which tell what a config leaves out;
-    layers: the fused layers. Raises CheckpointError naming the key.
+    raw: config.json. weights: by the checkpoint's names, which show what a config omits. layers:
+    the fused layers. Raises CheckpointError that names the key.
     """
     if (depth := values.integer("num_hidden_layers", 1)) != 1:
         raise CheckpointError(
@@ -66,8 +66,8 @@ def _head_dim(values: Values, hidden_size: int, num_heads: int) -> int:
     head_dim = values.integer("head_dim", max(hidden_size // num_heads, 1))
     if values.resolved["head_dim"].source == DEFAULT and hidden_size % num_heads:
         raise CheckpointError(
-            f"hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads} and the "
-            "config has no head_dim"
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and "
+            "the config has no head_dim"
         )
     return head_dim
 
@@ -89,7 +89,7 @@ def _rope(values: Values, layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _eagle1(values: Values) -> dict[str, Any]:
-    """What EAGLE-1/2 heads differ in."""
+    """Return the fields that only EAGLE-1/2 heads have."""
     switches = {"qkv_bias": values.switch("qkv_bias"), "fc_bias": values.switch("bias", True)}
     values.resolved["fc bias"] = values.resolved.pop("bias")
     return switches
@@ -98,14 +98,14 @@ def _eagle1(values: Values) -> dict[str, Any]:
 def _eagle3(
     dialect: Dialect, values: Values, layer: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What EAGLE-3 heads differ in."""
+    """Return the fields that only EAGLE-3 heads have."""
     for key, meanings in dialect.ambiguous.items():
         if values.given(key) and values.assume.take(key) is None:
             value = values.given(key)[key]
             raise CheckpointError(f"the head's config has {key} {value!r:.40}: {meanings}")
 
     def by_tensors(key: str, name: str) -> bool:
-        """Without a word of the config, a norm is there if its weights are."""
+        """If the config is silent, a norm exists if its weights exist."""
         has = any(tensor.startswith(name) for tensor in weights)
         return values.switch(key, has, TENSORS if has else DEFAULT)
 
@@ -129,9 +129,9 @@ def _eagle3(
 def check_head_fits(
     config: HeadConfig, target: TargetSizes, weights: Mapping[str, Tensor], source: str
 ) -> None:
-    """The numbers must be the target's, and agree with each other and with fc.
+    """Raise CheckpointError unless the sizes match the target's, each other, and fc.
 
-    source: of the fused layers. Raises CheckpointError with both numbers.
+    source: the source of the fused layers. The message has both numbers.
     """
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(
@@ -153,7 +153,7 @@ def check_head_fits(
     fc, width = weights.get("fc.weight"), len(config.aux_layer_ids) * target.hidden_size
     if config.method == "eagle3" and fc is not None and fc.dim() == 2 and fc.shape[1] != width:
         raise CheckpointError(
-            f"tensor fc.weight is {list(fc.shape)}, the config asks for "
+            f"tensor fc.weight is {list(fc.shape)}, the config requires "
             f"{[config.hidden_size, width]}, for the fused layers {list(config.aux_layer_ids)} "
             f"({source}); give those that the head was trained with, as hidden_states indices, "
             "with --aux-layers"

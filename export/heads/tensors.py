@@ -1,7 +1,7 @@
-"""The tensors of a head: which there must be, and whether those that are there fit.
+"""The tensors of a head: which are required, and whether the existing ones fit.
 
-Letters: d hidden size of the head, D of the target, V target vocabulary, Vd draft vocabulary,
-A = heads * head_dim.
+Letters: d hidden size of the head, D of the target, V target vocabulary, Vd draft vocabulary, A =
+heads * head_dim.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def layer_name(weights: Mapping[str, Tensor]) -> str:
-    """What the decoder layer is called in a checkpoint: "midlayer" or "layers.0"."""
+    """Return the name of the decoder layer in a checkpoint: "midlayer" or "layers.0"."""
     is_midlayer = any(name.startswith("midlayer.") for name in weights)
     return "midlayer" if is_midlayer else "layers.0"
 
 
 def expected_tensors(config: HeadConfig, layer: str) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a head with its shape, but those that may be absent."""
+    """Return every tensor of a head with its shape, except optional ones."""
     is_eagle3 = config.method == "eagle3"
     shapes = _layer_tensors(config, layer, (2 if is_eagle3 else 1) * config.hidden_size)
     return {**shapes, **(_eagle3_tensors(config, layer) if is_eagle3 else _eagle1_tensors(config))}
 
 
 def _layer_tensors(config: HeadConfig, layer: str, width: int) -> dict[str, tuple[int, ...]]:
-    """The decoder layer's, whose q, k and v read `width`."""
+    """Return the tensors of the decoder layer, whose q, k and v read `width`."""
     d, wide = config.hidden_size, config.intermediate_size
     a, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attn, mlp = f"{layer}.self_attn", f"{layer}.mlp"
@@ -83,9 +83,10 @@ def _eagle3_tensors(config: HeadConfig, layer: str) -> dict[str, tuple[int, ...]
 
 
 def check_head_tensors(config: HeadConfig, weights: Mapping[str, Tensor]) -> None:
-    """Refuses tensors that are missing, unexpected, misshapen, of a wrong dtype or no numbers.
+    """Raise CheckpointError for tensors that are missing, unexpected, of a wrong shape or dtype,
+    or NaN.
 
-    Raises CheckpointError naming the tensors, with both shapes where they differ.
+    The message names the tensors, with both shapes if they differ.
     """
     needed = expected_tensors(config, layer_name(weights))
     optional: dict[str, tuple[int, ...]] = {OWN_EMBEDDING: (config.vocab_size, config.hidden_size)}
@@ -95,27 +96,27 @@ def check_head_tensors(config: HeadConfig, weights: Mapping[str, Tensor]) -> Non
     unexpected = sorted(set(weights) - set(needed) - set(optional))
     if missing or unexpected:
         raise CheckpointError(
-            f"the head's tensors are not those that its config asks for (dialect {config.dialect}):"
+            f"the head's tensors are not those that its config requires (dialect {config.dialect}):"
             f" missing {missing}, unexpected {unexpected}"
         )
     expected = {**needed, **{name: shape for name, shape in optional.items() if name in weights}}
     for name, shape in expected.items():
         if tuple(weights[name].shape) != shape:
             raise CheckpointError(
-                f"tensor {name} is {list(weights[name].shape)}, the config asks for {list(shape)}"
+                f"tensor {name} is {list(weights[name].shape)}, the config requires {list(shape)}"
             )
     _check_dtypes({name: weights[name].dtype for name in expected})
 
 
 def check_numbers(weights: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError naming every tensor that holds NaN or Inf."""
+    """Raise CheckpointError that names every tensor with NaN or Inf."""
     broken = sorted(n for n, t in weights.items() if not bool(torch.isfinite(t.float()).all()))
     if broken:
-        raise CheckpointError(f"these tensors hold NaN or Inf: {', '.join(broken)}")
+        raise CheckpointError(f"these tensors contain NaN or Inf: {', '.join(broken)}")
 
 
 def _check_dtypes(dtypes: Mapping[str, torch.dtype]) -> None:
-    """Ids are integers, weights are not: anything else was stored in a way we do not know."""
+    """Raise CheckpointError unless ids are integers and weights are floating point."""
     for name, dtype in dtypes.items():
         is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         if name == "d2t" and not is_integer:

@@ -1,4 +1,4 @@
-"""Which embedding and which lm_head an EAGLE-3 head uses, where more than one could be meant."""
+"""Which embedding and which lm_head an EAGLE-3 head uses, where more than one is possible."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ LM_HEAD = "lm_head.weight"
 def embedding_is_own(
     config: HeadConfig, values: Values, weights: Mapping[str, Tensor], target: TargetSizes
 ) -> bool:
-    """Whether tokens are looked up in the head's own table [V,d], not in the target's [V,D].
+    """Return whether tokens are looked up in the head's own table [V,d], not in the target's
+    [V,D].
 
-    Only where its width is its own, or the user says so: some heads carry a copy, some a random
-    table that was never used. Raises CheckpointError for one that was trained, if nobody says so.
+    That is the case only if its width differs, or if the user says so: some heads contain a copy,
+    some a random table that was never used. Raises CheckpointError for a table that was trained,
+    unless the user decides.
     """
     own = weights.get(OWN_EMBEDDING)
     if config.method == "eagle3" and config.hidden_size != config.target_width:
@@ -30,7 +32,7 @@ def embedding_is_own(
     if own is None:
         is_own = config.method == "eagle3" and values.assume.take("embedding") == "own"
         values.note("embedding", "the target's", DEFAULT)
-        return is_own  # the missing tensor is named where all are checked
+        return is_own  # a missing tensor is reported with all others
     assumed = values.assume.take("embedding") if config.method == "eagle3" else None
     compared = _compared(own, target)
     trained = boolean(values.given("embed_requires_grad"), "embed_requires_grad")
@@ -51,7 +53,7 @@ _EQUAL = "equals the target's"
 
 
 def _compared(own: Tensor, target: TargetSizes) -> str:
-    """What is to be said of the head's table beside the target's, in half a sentence."""
+    """Describe the head's table relative to the target's, as part of a sentence."""
     theirs = target.embedding
     if theirs is None or theirs.shape != own.shape or not own.is_floating_point():
         return "was not compared with the target's"
@@ -63,11 +65,11 @@ def _compared(own: Tensor, target: TargetSizes) -> str:
 def with_lm_head(
     config: HeadConfig, values: Values, weights: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The weights with the lm_head [Vd,d] that the head computes with; EAGLE-1/2 has none.
+    """Return the weights with the lm_head [Vd,d] that the head uses; EAGLE-1/2 has none.
 
-    `tie_word_embeddings` means something only over the whole vocabulary and beside an embedding;
-    many configs inherit it from their target's. Raises CheckpointError where it contradicts an
-    lm_head that is there.
+    `tie_word_embeddings` has a meaning only for the whole vocabulary and with an embedding; many
+    configs inherit it from the target's. Raises CheckpointError if it contradicts an existing
+    lm_head.
     """
     if config.method == "eagle1":
         values.note("lm_head", "the target's", DEFAULT)

@@ -1,4 +1,4 @@
-"""Looks a head's values up where its dialect keeps them, and writes down what decided each."""
+"""Looks up a head's values where its dialect keeps them, and records what decided each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLAG, CONFIG, DEFAULT, TENSORS = "flag", "config", "dialect default", "tensors"
 
 
 class Values:
-    """The keys of some levels of a config, first to last, under what the user assumed.
+    """The keys of several levels of a config, first to last, overridden by the user's assumptions.
 
-    Each read value is entered into `resolved` under its key. Raises CheckpointError for a value of
-    a wrong type, or one that two levels disagree on.
+    Each value read is recorded in `resolved` under its key. Raises CheckpointError for a value of
+    a wrong type, or one on which two levels disagree.
     """
 
     def __init__(self, levels: Sequence[Mapping[str, Any]], assume: Assumptions) -> None:
@@ -25,18 +25,18 @@ class Values:
         self.resolved: dict[str, Resolved] = {}
 
     def note(self, key: str, value: Any, source: str) -> None:
-        """Enters what was resolved elsewhere."""
+        """Record a value that was resolved elsewhere."""
         self.resolved[key] = Resolved(value, source)
 
     def given(self, key: str) -> dict[str, Any]:
-        """{key: value} of the config, empty where it is absent or null."""
+        """Return {key: value} of the config, empty if absent or null."""
         found = [level[key] for level in self._levels if level.get(key) is not None]
         if any(value != found[0] for value in found[1:]):
             raise CheckpointError(f"the head's config has {key} twice: {found[0]!r}, {found[1]!r}")
         return {key: found[0]} if found else {}
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """Return a positive integer."""
         assumed = self._assumed(key)
         if assumed is not None:
             value, source = fields.integer({key: int(assumed)}, key), FLAG
@@ -47,7 +47,7 @@ class Values:
         return value
 
     def number(self, key: str, default: float, high: float) -> float:
-        """A number in (0, high]."""
+        """Return a number in (0, high]."""
         assumed = self._assumed(key)
         if assumed is not None:
             value, source = fields.number({key: float(assumed)}, key, high=high), FLAG
@@ -58,7 +58,7 @@ class Values:
         return value
 
     def switch(self, key: str, default: bool = False, why: str = DEFAULT) -> bool:
-        """true or false; `why`: the source of the default."""
+        """Return true or false. why: the source of the default."""
         assumed = self._assumed(key)
         if assumed is not None:
             value, source = assumed == "true", FLAG

@@ -1,4 +1,4 @@
-"""Draft ids to the target's ids. Letters: V target vocabulary, Vd draft vocabulary."""
+"""Maps draft ids to the target's ids. Letters: V target vocabulary, Vd draft vocabulary."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _READINGS = ("offsets", "absolute")
 
 
 def target_ids(config: HeadConfig, values: Values, weights: Mapping[str, Tensor]) -> np.ndarray:
-    """d2t [Vd] as stored -> the target's ids [Vd] int64 (method section 2).
+    """Return the target's ids [Vd] int64 from the stored d2t [Vd] (method section 2).
 
     d2t holds offsets, target id minus draft id; without it draft ids are the target's. Raises
-    CheckpointError where that is no mapping that agrees with t2d [V], and, unless the user says
-    how to read it, where d2t reads as ids as well as, or instead of, as offsets.
+    CheckpointError if the mapping is invalid or contradicts t2d [V], and, unless the user decides,
+    if d2t can be read as ids as well as, or instead of, offsets.
     """
     if "d2t" not in weights:
         values.note("d2t", "none: draft ids are the target's", TENSORS)
@@ -51,12 +51,12 @@ def _read(weights: Mapping[str, Tensor], vocab_size: int, assumed: str | None) -
         return ids[assumed]
     if fitting == ["absolute"]:
         raise CheckpointError(
-            f"{shape} is no mapping as offsets, which it should hold, but would be one as absolute "
+            f"{shape} is not a valid mapping as offsets, as expected, but would be one as absolute "
             "ids: if the exporter wrote those, say --assume d2t=absolute"
         )
     if len(fitting) == 2 and not np.array_equal(ids["offsets"], d2t):
         raise CheckpointError(
-            f"{shape} is a mapping as offsets and as absolute ids, and no t2d tells which: say "
+            f"{shape} is a mapping as offsets and as absolute ids, and no t2d decides: say "
             "--assume d2t=offsets or --assume d2t=absolute"
         )
     return ids["offsets"]

@@ -1,7 +1,8 @@
-"""A checkpoint in numbers, for `eagle3 plan check`: shapes and configuration, no weights.
+"""The sizes of a checkpoint, for `eagle3 plan check`: from shapes and configuration, without
+weights.
 
-The target is built without storage (PyTorch's meta device), so that parameters are counted for any
-architecture; a head's are read off the headers of its files.
+The target is created without storage (PyTorch's meta device), so that parameters are counted for
+any architecture. A head's sizes are read from the headers of its files.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from eagle3.runtime.errors import CheckpointError, ExportError, UnsupportedModel
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
-# Whose caches are not 2 * L * kv_heads * head_dim a token.
+# Configuration keys of models whose caches are not 2 * L * kv_heads * head_dim per token.
 _OTHER_CACHES = ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "mamba_d_state")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def target_facts(source: str, *, trust_remote_code: bool = False) -> TargetFacts:
-    """Reads the configuration of `source`, a hub id, a folder, or a `.gguf` file.
+    """Read the configuration of `source`: a hub id, a folder, or a `.gguf` file.
 
-    Raises ExportError when it cannot be read; UnsupportedModel, naming the architecture, when its
-    cache or its experts follow a rule that is not known here.
+    Raises ExportError if it cannot be read, and UnsupportedModel, naming the architecture, if its
+    cache or its experts are not supported.
     """
     where = locate(source)
     try:
@@ -42,18 +43,18 @@ def target_facts(source: str, *, trust_remote_code: bool = False) -> TargetFacts
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except ExportError:
         raise
-    except Exception as error:  # whatever transformers or the checkpoint's code raise
+    except Exception as error:  # transformers and a checkpoint's code can raise anything
         raise ExportError(why_not_loaded(source, error)) from error
     return facts_of_model(model, Path(source).name or source)
 
 
 def facts_of_model(model: PreTrainedModel, name: str) -> TargetFacts:
-    """The facts of a model, whatever device it is on. Raises UnsupportedModel."""
+    """Return the facts of a model on any device. Raises UnsupportedModel."""
     architecture, config = type(model).__name__, model.config.get_text_config()
-    sizes = {key: each.numel() for key, each in model.named_parameters()}  # a tied one once
+    sizes = {key: each.numel() for key, each in model.named_parameters()}  # a tied parameter once
     layers = {key: size for key, size in sizes.items() if _LAYER.search(key)}
     if not layers:
-        raise UnsupportedModel(f"{architecture}: its decoder layers are not known by name")
+        raise UnsupportedModel(f"{architecture}: the names of its decoder layers are not supported")
     table: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     vocab_size, hidden_size = table.weight.shape
@@ -72,10 +73,10 @@ def facts_of_model(model: PreTrainedModel, name: str) -> TargetFacts:
 
 
 def draft_facts(source: str, target: TargetFacts) -> DraftFacts:
-    """Reads the shapes of an EAGLE head's tensors, in any dialect. Raises CheckpointError."""
+    """Read the shapes of an EAGLE head's tensors, in any dialect. Raises CheckpointError."""
     folder = head_folder(source)
     raw = read_config(folder)
-    config = raw.get("transformer_layer_config") or raw  # nested in speculators' dialect
+    config = raw.get("transformer_layer_config") or raw  # nested in the speculators dialect
     shapes = tensor_shapes(folder)
     fc = _one(shapes, "fc.weight", source)
     hidden_size, fused = fc
@@ -106,7 +107,7 @@ def draft_facts(source: str, target: TargetFacts) -> DraftFacts:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a head's folder, off the files' headers."""
+    """Return name -> shape of every tensor of a head's folder, from the headers of its files."""
     kinds = ("*.safetensors", "pytorch_model*.bin", "*.bin")
     files = next((found for kind in kinds if (found := sorted(folder.glob(kind)))), [])
     if not files:
@@ -117,8 +118,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             shapes |= _shapes(file)
         except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        except Exception as error:  # pickle.UnpicklingError: code where weights should be
-            raise CheckpointError(f"{file} holds more than tensors and is refused") from error
+        except Exception as error:  # pickle.UnpicklingError: code in place of weights
+            raise CheckpointError(f"{file} contains more than tensors and is refused") from error
     return shapes
 
 
@@ -140,7 +141,7 @@ def _one(shapes: Mapping[str, tuple[int, ...]], ending: str, source: str) -> tup
 def _head_attention(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], source: str
 ) -> Attention:
-    """Heads from the config, widths from the tensors."""
+    """Return the attention facts: heads from the config, widths from the tensors."""
     queries = _one(shapes, "self_attn.q_proj.weight", source)[0]
     keys = _one(shapes, "self_attn.k_proj.weight", source)[0]
     num_heads = config.get("num_attention_heads")
@@ -168,14 +169,16 @@ def _attention(config: Any, architecture: str) -> Attention:
 
 
 def _experts(config: Any, layers: Mapping[str, int], architecture: str) -> Experts | None:
-    """The routed experts; shared ones and the router are run by every token, as dense layers."""
+    """Return the routed experts. Shared experts and the router run for every token, as dense
+    layers.
+    """
     parameters = sum(size for key, size in layers.items() if ".experts." in key)
     if not parameters:
         return None
     total, active = _first(config, _NUM_EXPERTS), _first(config, _EXPERTS_PER_TOKEN)
     if total is None or active is None:
         raise UnsupportedModel(
-            f"{architecture}: it has experts, but its config does not say how many a token uses"
+            f"{architecture}: it has experts, but its config does not contain the experts per token"
             f" ({' or '.join(_EXPERTS_PER_TOKEN)})"
         )
     return Experts(total, active, parameters)
@@ -187,7 +190,7 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _intermediate_size(config: Any, architecture: str) -> int:
-    """The MLP's width; of a mixture, of all experts that one token runs."""
+    """Return the width of the MLP; for a mixture, of all experts that one token runs."""
     names = ("intermediate_size", "ffn_dim", "n_inner")
     dense = _first(config, names)
     active, width = _first(config, _EXPERTS_PER_TOKEN), _first(config, ("moe_intermediate_size",))

@@ -1,4 +1,4 @@
-"""Loads a target and traces it: Hugging Face id, local folder or GGUF file -> ONNX model."""
+"""Loads a target and traces it: Hugging Face id, local folder or GGUF file to ONNX model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from eagle3.export.targets.target_graph import KvShape, TargetGraph, kv_shape
 from eagle3.runtime.errors import ExportError, UnsupportedModel
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_LM_HEAD_TOLERANCE = 1e-2  # relative; in bfloat16 the model may round once more
+_LM_HEAD_TOLERANCE = 1e-2  # relative; in bfloat16 the model can round once more
 
-_FAULTS = ("missing", "unexpected", "mismatched")  # what `from_pretrained` counts
+_FAULTS = ("missing", "unexpected", "mismatched")  # fields of the loading info of `from_pretrained`
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target: the model in eval mode on the CPU, its tokenizer, where it came from."""
+    """A loaded target: the model in eval mode on the CPU, its tokenizer, and its source."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -35,12 +35,12 @@ class Target:
 
     @property
     def config(self) -> Any:
-        """The text model's configuration."""
+        """The configuration of the text model."""
         return self.model.config.get_text_config()
 
     @property
     def vocab_size(self) -> int:
-        """V: rows of the embedding, which the tokenizer may not fill."""
+        """V: rows of the embedding, which can exceed the tokenizer's vocabulary."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
@@ -51,12 +51,13 @@ class Target:
 def load_target(
     source: str, dtype: str, *, trust_remote_code: bool = False, max_seq_len: int = 0
 ) -> Target:
-    """Loads `source` for export.
+    """Load `source` for export.
 
-    source: a hub id, a folder with safetensors (sharded too), or a `.gguf` file (dequantized).
-    max_seq_len: the positions that it must know, in tokens. Raises ExportError when it cannot be
-    loaded or knows fewer, and UnsupportedModel, naming the architecture, when it can be loaded but
-    not expressed; what the configuration tells is said before the weights are read.
+    source: a hub id, a folder with safetensors (also sharded), or a `.gguf` file (dequantized).
+    max_seq_len: number of positions that it must support, in tokens. Raises ExportError if it
+    cannot be loaded or supports fewer, and UnsupportedModel, naming the architecture, if it can be
+    loaded but not exported. Whatever the configuration shows is checked before the weights are
+    read.
     """
     where = locate(source)
     try:
@@ -67,7 +68,7 @@ def load_target(
         _refuse_length(config, max_seq_len)
         model, loading = AutoModelForCausalLM.from_pretrained(
             **where,
-            config=config,  # a GGUF file's is not read again
+            config=config,  # so that a GGUF file's config is not read twice
             dtype=TORCH_DTYPES[dtype],
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
@@ -75,7 +76,8 @@ def load_target(
         )
     except ExportError:
         raise
-    except Exception as error:  # whatever transformers, safetensors or the checkpoint's code raise
+    # transformers, safetensors and a checkpoint's code can raise anything
+    except Exception as error:
         raise ExportError(why_not_loaded(source, error)) from error
     _refuse_partial(source, loading)
     model = model.eval().requires_grad_(False)
@@ -108,7 +110,9 @@ def why_not_loaded(source: str, error: Exception) -> str:
 
 
 def _refuse_partial(source: str, loading: dict[str, Any]) -> None:
-    """transformers fills a missing weight with random numbers, and only warns."""
+    """Raise ExportError if weights are missing: transformers fills them with random numbers and
+    only warns.
+    """
     faults = {kind: sorted(map(str, loading.get(f"{kind}_keys") or ())) for kind in _FAULTS}
     listed = [f"{kind}: {', '.join(names[:4])}" for kind, names in faults.items() if names]
     if listed:
@@ -137,10 +141,10 @@ def _refuse_length(config: Any, max_seq_len: int) -> None:
 
 
 def lm_head_weight(target: Target) -> Tensor:
-    """The target's lm_head [V,d], of the model's dtype, without gradient.
+    """Return the target's lm_head [V,d], in the model's dtype, without gradient.
 
-    Raises UnsupportedModel where logits are more than its product with the final hidden (a bias, a
-    scale, a cap): an EAGLE-1/2 head has no lm_head but this one (method section 2).
+    Raises UnsupportedModel if logits are not exactly its product with the final hidden state (a
+    bias, a scale, a cap): an EAGLE-1/2 head has no other lm_head (method section 2).
     """
     weight: Tensor = target.model.get_output_embeddings().weight.detach()
     ids = torch.arange(min(4, target.vocab_size))[None]
@@ -150,8 +154,8 @@ def lm_head_weight(target: Target) -> Tensor:
     error = float((plain - out.logits).abs().max() / out.logits.abs().max())
     if not error <= _LM_HEAD_TOLERANCE:
         raise UnsupportedModel(
-            f"{target.architecture}: its logits are not lm_head times its final hidden, with which "
-            f"an EAGLE-1/2 head would draft (relative difference {error:.1e}, allowed "
+            f"{target.architecture}: its logits are not lm_head times its final hidden state, "
+            f"with which an EAGLE-1/2 head would draft (relative difference {error:.1e}, allowed "
             f"{_LM_HEAD_TOLERANCE:.0e}); use an EAGLE-3 head"
         )
     return weight
@@ -160,7 +164,7 @@ def lm_head_weight(target: Target) -> Tensor:
 def trace_target(
     target: Target, lowering: Lowering, aux_layer_ids: Sequence[int], capacity: int
 ) -> ir.Model:
-    """Traces the target over caches of `capacity` slots; inputs and outputs as in TargetGraph."""
+    """Trace the target over caches of `capacity` slots. Inputs and outputs as in TargetGraph."""
     graph = TargetGraph(target.model, lowering, aux_layer_ids)
     outputs = ["logits", "next_token"] + (["features"] if aux_layer_ids else [])
     with graph.attached():
@@ -168,7 +172,7 @@ def trace_target(
 
 
 def target_inputs(target: Target, capacity: int) -> dict[str, tuple[Any, str]]:
-    """Example inputs of a trace, none of them of a size that PyTorch would treat as special."""
+    """Return example inputs for a trace. No size is one that PyTorch treats specially."""
     batch, rows, picked = 2, 5, 3
     ids = torch.zeros(batch, rows, dtype=torch.int64)
     mask = torch.ones(batch, rows, rows, dtype=torch.bool).tril()
@@ -185,7 +189,7 @@ def target_inputs(target: Target, capacity: int) -> dict[str, tuple[Any, str]]:
 def caches(
     kv: KvShape, capacity: int, dtype: torch.dtype, batch: int
 ) -> dict[str, tuple[list[Tensor], str]]:
-    """Empty caches, past_k and past_v, of every layer: [B,Hkv,S,D] each."""
+    """Return empty caches past_k and past_v of every layer, [B,Hkv,S,D] each."""
     shape = (batch, kv.num_kv_heads, capacity, kv.head_dim)
     dims = f"B {kv.num_kv_heads} {capacity} {kv.head_dim}"
     return {

@@ -1,7 +1,7 @@
 """One tracer for every decoder: an unchanged transformers model as a graph over a static cache.
 
-The model runs with functions of ours for attention, masks and experts, registered with transformers
-for the time of the trace. Everything else (norms, RoPE, routing, logit scaling) is the model's own.
+For the time of a trace, functions of this package for attention, masks and experts are registered
+with transformers. Everything else (norms, RoPE, routing, logit scaling) is the model's own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.static_rope import static_rope
 from eagle3.runtime.errors import UnsupportedModel
 
-# What transformers hands to an attention function without changing the result: said elsewhere
-# (the window is in the mask) or of no meaning when nothing is trained or returned.
+# Arguments of attention functions that do not change the result: they are passed in another way
+# (the window is in the mask), or matter only for training or for returned attention.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache",
@@ -46,7 +46,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class KvShape:
-    """Shape of every layer's cache: num_layers of K and V, each [B, num_kv_heads, S, head_dim]."""
+    """The shape of the caches: num_layers of K and V, each [B, num_kv_heads, S, head_dim]."""
 
     num_layers: int
     num_kv_heads: int
@@ -54,7 +54,7 @@ class KvShape:
 
 
 class _NoStore:
-    """Stands where transformers expects a cache: the static cache is written by the attention."""
+    """A placeholder for transformers' cache. The attention writes the static cache."""
 
     is_compileable = False
 
@@ -73,7 +73,7 @@ class _NoStore:
 
 @dataclass
 class _Trace:
-    """The call being traced; the registered functions are its methods."""
+    """The call being traced. Its methods are the registered functions."""
 
     architecture: str
     lowering: Lowering
@@ -100,7 +100,7 @@ class _Trace:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """transformers' attention function; s_aux [Hq] are the heads' sinks."""
+        """The attention function for transformers. s_aux: the attention sinks, [Hq]."""
         assert self.call is not None
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         self._refuse(layer, attention_mask, kwargs)
@@ -115,9 +115,9 @@ class _Trace:
         return self.call.attend(layer, q, k, v, bias, float(scale), cap, sinks), None
 
     def pick_rows(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """After the decoder, before lm_head: last_hidden_state [B,N,d] -> its logit_rows [B,M,d].
+        """A hook between decoder and lm_head: last_hidden_state [B,N,d] -> its logit_rows [B,M,d].
 
-        transformers' own `logits_to_keep` with a row list per sequence freezes the shapes.
+        transformers' own `logits_to_keep` with a row list per sequence would freeze the shapes.
         """
         assert self.logit_rows is not None
         hidden = output.last_hidden_state
@@ -135,13 +135,13 @@ class _Trace:
             if value is not None and name not in _WITHOUT_EFFECT:
                 raise UnsupportedModel(
                     f"{self.architecture}: layer {layer} passes `{name}` to attention, which is "
-                    "not supported; ignoring it would change the output in silence"
+                    "not supported; ignoring it would silently change the output"
                 )
 
 
 @contextmanager
 def _registered(model: PreTrainedModel, trace: _Trace) -> Iterator[None]:
-    """The model attends through `trace` inside this context, and as before after it."""
+    """Within this context the model attends through `trace`."""
     name = f"eagle3_{uuid.uuid4().hex}"
     AttentionInterface.register(name, trace.attend)
     AttentionMaskInterface.register(name, trace.mask)
@@ -171,11 +171,11 @@ class TargetGraph(nn.Module):
     Inputs: input_ids [B,N], position_ids [B,N] int64; tree_mask [B,N,N] bool, row i sees row j;
     past_len [B] int64, cache slots filled; logit_rows [B,M] int64, the rows lm_head runs on;
     past_k, past_v per layer [B,Hkv,S,D].
-    Outputs: logits [B,M,V] float32; next_token [B,M] int64, the argmax, -1 where logits are NaN;
+    Outputs: logits [B,M,V] float32; next_token [B,M] int64, the argmax, -1 if logits are NaN;
     features [B,N,F], the residual stream before `aux_layer_ids`, low to high. The presents become
     outputs when the attention is lowered.
-    With window_positions [B,W] int64, tree_mask is [B,N,W]: the last W slots hold rows of earlier
-    calls too, at these positions.
+    With window_positions [B,W] int64, tree_mask is [B,N,W]: the last W slots also hold rows of
+    earlier calls, at these positions.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class TargetGraph(nn.Module):
             return_dict=True,
         )
         logits = result.logits.float()
-        is_number = ~torch.isnan(logits.sum(-1))  # one pass; a NaN anywhere shows in the sum
+        is_number = ~torch.isnan(logits.sum(-1))  # one pass; a NaN in a row makes its sum NaN
         next_token = torch.where(is_number, logits.argmax(-1), -1)
         features = [result.hidden_states[i] for i in self.aux_layer_ids]
         fused = [torch.cat(features, -1)] if features else []
@@ -220,16 +220,16 @@ class TargetGraph(nn.Module):
 
     @contextmanager
     def attached(self) -> Iterator[_Trace]:
-        """The model attends through the lowering inside this context."""
+        """Within this context the model attends through the lowering."""
         with _registered(self.model, self._trace):
             yield self._trace
 
 
 def kv_shape(model: PreTrainedModel) -> KvShape:
-    """Runs two tokens through the model and reads the caches' shape off its attention calls.
+    """Run two tokens through the model and read the caches' shape from its attention calls.
 
-    Raises UnsupportedModel, naming the architecture, where attention does not go through
-    transformers' interface or its layers need caches of different shapes.
+    Raises UnsupportedModel, naming the architecture, if its attention does not use transformers'
+    interface or its layers need caches of different shapes.
     """
     name = type(model).__name__
     num_layers = int(model.config.get_text_config().num_hidden_layers)

@@ -1,4 +1,4 @@
-"""Writes what turns text into token ids and back: tokenizer.json, chat template, special tokens."""
+"""Writes the tokenizer files of a bundle: tokenizer.json, chat template, special tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def write_tokenizer(target: Target, folder: Path) -> tuple[TokenizerInfo, GenerationDefaults]:
-    """Writes the files into `folder`. Raises ExportError for a tokenizer without a fast form."""
+    """Write the files into `folder`. Raises ExportError for a tokenizer without a fast version."""
     backend = getattr(target.tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ExportError(
@@ -36,7 +36,7 @@ def write_tokenizer(target: Target, folder: Path) -> tuple[TokenizerInfo, Genera
 
 def _chat_template(tokenizer: Any) -> str | None:
     template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):  # several by name; "default" is the one for plain chat
+    if isinstance(template, dict):  # several named templates; "default" is the one for plain chat
         template = template.get("default")
     return template
 
@@ -50,7 +50,9 @@ def _special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 def eos_token_ids(target: Target) -> tuple[int, ...]:
-    """All ids that end a text: of the generation config, else of the model, and the tokenizer's."""
+    """Return all ids that end a text: from the generation config or the model, and the
+    tokenizer.
+    """
     sources = (target.model.generation_config, target.config, target.tokenizer)
     ids: set[int] = set()
     for source in sources:

@@ -1,5 +1,5 @@
-"""The commands `eagle3 plan` and `eagle3 build`: they parse options, call, and print.
+"""The commands `eagle3 plan` and `eagle3 build`.
 
-Nothing is computed here. Packages that a light installation lacks are imported inside the
-commands.
+They only parse options, call the functions that do the work, and print. Packages that a light
+installation lacks are imported inside the commands.
 """

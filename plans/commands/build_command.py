@@ -1,4 +1,4 @@
-"""`eagle3 build`: parses and calls; TensorRT is imported within the command."""
+"""The command `eagle3 build`. TensorRT is imported inside the command, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import click
 
 from eagle3.plans.backends import TENSORRT_BACKENDS
 from eagle3.runtime.errors import BuildError, EngineMissing
-from eagle3.runtime.terminal.options import given_fields, json_option, note, parsed, print_result
+from eagle3.runtime.terminal.options import (
+    BATCH_HELP,
+    COMPUTE_CAPABILITY_HELP,
+    PLAN_HELP,
+    PREFILL_CHUNK_HELP,
+    given_fields,
+    json_option,
+    note,
+    parsed,
+    print_result,
+)
 
 if TYPE_CHECKING:
     from eagle3.plans.plan import Plan
@@ -27,34 +37,37 @@ def _widths(value: str) -> tuple[int, ...]:
 @click.option(
     "--backend",
     type=click.Choice(TENSORRT_BACKENDS),
-    help="The library; default: the plan's, or the one there is.",
+    help="TensorRT library to build with.  [default: the plan's, otherwise the installed one]",
 )
-@click.option(
-    "--compute-capability",
-    metavar="X.Y",
-    help="Of the GPU they are for, as 8.9; default: this machine's.",
-)
-@click.option("--batch", type=int, help="Sequences in one call; default: the bundle's plan's.")
+@click.option("--compute-capability", metavar="X.Y", help=COMPUTE_CAPABILITY_HELP)
+@click.option("--batch", type=int, help=f"{BATCH_HELP}  [default: the plan's]")
 @click.option(
     "--verify-widths",
-    callback=parsed(_widths, "numbers, as in 1,8,64"),
+    callback=parsed(_widths, "row counts, for example 1,8,64"),
     metavar="N,...",
-    help="Rows of the calls that are recorded; default: the plan's, or any.",
+    help="Row counts of the target calls that will be captured as CUDA graphs, ascending."
+    "  [default: the plan's, otherwise any]",
 )
-@click.option("--prefill-chunk", type=int, help="Prompt tokens in one call; default: the plan's.")
-@click.option("--workspace-bytes", type=int, help="Scratch memory; default: as TensorRT likes.")
+@click.option("--prefill-chunk", type=int, help=f"{PREFILL_CHUNK_HELP}  [default: the plan's]")
+@click.option(
+    "--workspace-bytes",
+    type=int,
+    help="Maximum scratch memory for TensorRT, in bytes.  [default: the plan's, otherwise"
+    " unlimited]",
+)
 @click.option(
     "--plan",
     "preset",
     metavar="NAME|FILE",
-    help="See `eagle3 plan list`, or a .toml file; default: the bundle's. Options override.",
+    help=f"{PLAN_HELP} The other options override its values.  [default: the bundle's own plan]",
 )
-@click.option("--force", is_flag=True, help="Build again what is up to date.")
+@click.option("--force", is_flag=True, help="Rebuild plan files even if they are up to date.")
 @json_option
 def build(bundle: str, force: bool, as_json: bool, **flags: Any) -> None:
-    """Compile the graphs of BUNDLE into TensorRT plan files, which are kept inside it.
+    """Compile the graphs of BUNDLE into TensorRT plan files.
 
-    Needs a bundle of --lowering portable, and of --dtype float16 or bfloat16 for fused attention.
+    The plan files are stored inside the bundle. The bundle must have been exported with --lowering
+    portable, and with --dtype float16 or bfloat16 if its attention is to be fused.
     """
     from eagle3.plans.tensorrt.build_request import BuildRequest
     from eagle3.plans.tensorrt.plan_file_text import plan_file_json, plan_file_lines
@@ -67,7 +80,7 @@ def build(bundle: str, force: bool, as_json: bool, **flags: Any) -> None:
 
 
 def _preset_request(bundle: str, preset: str | None) -> BuildRequest:
-    """What a preset asks of the build; nothing without one."""
+    """Return the request that a preset implies; an empty one without a preset."""
     from eagle3.plans.preset import load_preset
     from eagle3.plans.tensorrt.build_request import BuildRequest, request_for_bundle
     from eagle3.runtime.bundle.folder import Bundle
@@ -78,9 +91,10 @@ def _preset_request(bundle: str, preset: str | None) -> BuildRequest:
 
 
 def why_not_here(plan: Plan) -> str | None:
-    """Why this machine cannot build what a plan asks for: no library, or a GPU that is elsewhere.
+    """Return the reason why this machine cannot build plan files for `plan`, or None if it can.
 
-    To be asked before an export, which takes minutes. None where it can.
+    The reason is a missing TensorRT library, or a GPU that the library cannot build for. Call this
+    before an export, which takes minutes.
     """
     from eagle3.plans.tensorrt.library import find_library, target_capability
 
@@ -92,9 +106,10 @@ def why_not_here(plan: Plan) -> str | None:
 
 
 def build_exported(root: Path) -> list[PlanFile]:
-    """What an export for TensorRT ends with: the build that the bundle's own plan asks for.
+    """Build the plan files of a bundle that was just exported, as its own plan requests.
 
-    Raises what `build_bundle` raises; the message says that the bundle itself is finished.
+    Raises the errors of `build_bundle`, with a message that says that the bundle itself is
+    finished.
     """
     from eagle3.plans.tensorrt.build_request import BuildRequest
 
@@ -102,18 +117,19 @@ def build_exported(root: Path) -> list[PlanFile]:
         files: list[PlanFile] = _stage().build_bundle(root, BuildRequest(), report=note)
     except (BuildError, EngineMissing) as error:
         raise type(error)(
-            f"{root} is exported and checked, but has no plan files: {error}; then run `eagle3"
-            f" build {root}`"
+            f"{root} is exported and checked, but has no plan files: {error}; solve this, then run"
+            f" `eagle3 build {root}`"
         ) from error
     return files
 
 
 def _stage() -> Any:
-    """The builder, which needs packages that a light install has not."""
+    """Return the builder's module, which needs packages that a light installation lacks."""
     try:
         from eagle3.plans.tensorrt import plan_builder as tensorrt_build
     except ImportError as error:
         raise EngineMissing(
-            f"building needs onnx and polygraphy: pip install 'eagle3[tensorrt-rtx]' ({error})"
+            "building plan files needs onnx and polygraphy: pip install 'eagle3[tensorrt-rtx]'"
+            f" ({error})"
         ) from error
     return tensorrt_build

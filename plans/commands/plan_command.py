@@ -1,4 +1,4 @@
-"""`eagle3 plan ...`: parses and calls; what reads a model is imported within the commands."""
+"""The commands `eagle3 plan ...`. Modules that read a model are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from eagle3.runtime.errors import PlanError
-from eagle3.runtime.terminal.options import import_stage, json_option, note, parsed, print_result
+from eagle3.runtime.terminal.options import (
+    BATCH_HELP,
+    MAX_SEQ_LEN_HELP,
+    PLAN_HELP,
+    TRUST_REMOTE_CODE_HELP,
+    import_stage,
+    json_option,
+    note,
+    parsed,
+    print_result,
+)
 
 if TYPE_CHECKING:
     from eagle3.plans.facts import DraftFacts, TargetFacts
@@ -22,13 +32,13 @@ def _taus(value: str) -> tuple[float, ...]:
 
 @click.group("plan")
 def plan_group() -> None:
-    """What to build for which device: presets, and whether a model fits one."""
+    """List device presets, and estimate memory and latency of a model."""
 
 
 @plan_group.command("list")
 @json_option
 def list_presets(as_json: bool) -> None:
-    """List the presets, with what each device has."""
+    """List the presets, with each device's memory and backend."""
     from eagle3.plans.preset import load_preset, preset_names
 
     presets = [load_preset(name) for name in preset_names()]
@@ -40,30 +50,42 @@ def list_presets(as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def show(name: str, as_json: bool) -> None:
-    """Print the preset NAME, or a .toml file, with the reason for each choice."""
+    """Print a plan with the reason for each choice.
+
+    NAME is the name of a preset or the path of a .toml file.
+    """
     from eagle3.plans.preset import load_preset
 
     preset = load_preset(name)
     print_result(preset.to_json(), preset.text.splitlines(), as_json)
 
 
-@plan_group.command()
+@plan_group.command(short_help="Estimate whether MODEL fits a device, and its latency.")
 @click.argument("model")
+@click.option("--plan", "preset_name", required=True, metavar="NAME|FILE", help=PLAN_HELP)
 @click.option(
-    "--plan", "preset_name", required=True, metavar="NAME|FILE", help="A preset, or a .toml file."
+    "--draft",
+    metavar="HEAD",
+    help="EAGLE head: Hugging Face id or folder. Leave it out if MODEL is a bundle, which has its"
+    " own.  [default: plain decoding]",
 )
-@click.option("--draft", metavar="HEAD", help="Folder or id of an EAGLE head.")
-@click.option("--max-seq-len", type=int, help="In place of the plan's.")
-@click.option("--batch", type=int, help="In place of the plan's.")
-@click.option("--context", type=int, help="Tokens in the cache; default: 512, or what fits.")
+@click.option("--max-seq-len", type=int, help=f"{MAX_SEQ_LEN_HELP}  [default: the plan's]")
+@click.option("--batch", type=int, help=f"{BATCH_HELP}  [default: the plan's]")
+@click.option(
+    "--context",
+    type=int,
+    help="Tokens in the KV cache when the estimated round starts.  [default: 512, or half of"
+    " --max-seq-len if that is less]",
+)
 @click.option(
     "--tau",
     "taus",
-    callback=parsed(_taus, "numbers, as in 2.5,4"),
+    callback=parsed(_taus, "numbers, for example 2.5,4"),
     metavar="N,...",
-    help="Acceptance lengths to tell the speedup for; default: 1 to all of a tree's depth.",
+    help="Acceptance lengths (tokens per round) to estimate the speedup for.  [default: 1 to the"
+    " depth of the tree plus 1]",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run code from the target's repository.")
+@click.option("--trust-remote-code", is_flag=True, help=TRUST_REMOTE_CODE_HELP)
 @json_option
 def check(
     model: str,
@@ -76,10 +98,10 @@ def check(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Reckon MODEL through: bytes against the device's memory, and what a round costs at best.
+    """Estimate whether MODEL fits a device, and the lowest latency of a round.
 
-    MODEL is a hub id, a folder, a .gguf file or a bundle; no weights are read. Exit 1 if it does
-    not fit.
+    MODEL is a Hugging Face id, a folder, a .gguf file or a bundle. No weights are read. Exits with
+    status 1 if the model does not fit.
     """
     from eagle3.plans.plan_report import plan_report
     from eagle3.plans.preset import load_preset
@@ -100,7 +122,10 @@ def _overridden(plan: Plan, **given: Any) -> Plan:
 def _facts(
     model: str, draft: str | None, plan: Plan, trust_remote_code: bool
 ) -> tuple[TargetFacts, DraftFacts | None]:
-    """Of a bundle from its manifest, of anything else with transformers."""
+    """Return the sizes of a model: from the manifest if it is a bundle, otherwise from its config.
+
+    Reading a config needs transformers.
+    """
     from eagle3.runtime.bundle.folder import MANIFEST_NAME
 
     if (Path(model) / MANIFEST_NAME).is_file():
@@ -117,7 +142,7 @@ def _bundle_facts(
     from eagle3.runtime.bundle.folder import Bundle
 
     if draft is not None:
-        raise PlanError(f"{model} is a bundle, which has its own draft: leave --draft out")
+        raise PlanError(f"{model} is a bundle and has its own draft: leave --draft out")
     bundle = Bundle.open(model)
     for difference in differences(bundle, plan):
         note(f"note: {difference}")

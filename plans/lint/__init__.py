@@ -1,5 +1,5 @@
-"""Checks of ONNX graphs before a GPU library reads them.
+"""Checks of ONNX graphs for the GPU libraries that will read them.
 
-Each file refuses what one library would get wrong or slow without an error. They read graphs only;
-building is in `plans/tensorrt`.
+Each module rejects what one library would compute incorrectly or slowly without an error. The
+modules only read graphs; compiling them is in `plans/tensorrt`.
 """

@@ -1,9 +1,9 @@
-"""Reads an ONNX graph before ONNX Runtime's CUDA provider does, and names what would stay on the
-host.
+"""Check that ONNX Runtime's CUDA provider can run an ONNX graph without the CPU.
 
-The provider has kernels for nearly everything, but what is computed from shapes runs on the CPU, as
-does what a kernel must know before it is launched (the target of a Reshape, the ends of a Slice).
-A CUDA graph cannot hold such a node; where its inputs are constants there is none.
+The provider has kernels for nearly all operators. It still computes on the CPU what depends on
+shapes, and what it must read before it launches a kernel (the shape of a Reshape, the ends of a
+Slice). Such nodes cannot be captured in a CUDA graph. Nodes whose inputs are all constants are
+allowed, because they are folded when the graph is loaded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import onnx
 from eagle3.plans.lint.tensorrt_lint import MAX_SHOWN, nodes_of, read_graph, say_node
 from eagle3.runtime.errors import BuildError
 
-# Their results lie on the host, or decide on the host what runs next.
+# Operators whose results are on the host, or that decide on the host what runs next.
 _ON_HOST = frozenset({"Shape", "Size", "NonZero", "Unique", "If", "Loop", "Scan"})
 MAX_JOINED = 32
-"""Inputs of a Concat; the addresses of more are uploaded in a call, from memory that is reused."""
+"""Maximum number of inputs of a Concat. With more, the provider uploads their addresses during the
+call from host memory that it reuses, which must not happen in a captured call."""
 
-# Operator -> the inputs that the host reads before it launches the kernel.
+# Operator -> indices of the inputs that the host reads before it launches the kernel.
 _READ_BY_HOST = {
     "ConstantOfShape": (0,),
     "CumSum": (1,),
@@ -46,14 +47,14 @@ _READ_BY_HOST = {
 
 
 def lint_ort_cuda(path: Path) -> None:
-    """Raises BuildError that names the nodes of the graph at `path` that would run on the host."""
+    """Raise BuildError, with the nodes, if part of the graph at `path` would run on the host."""
     model = read_graph(path)
     faults = [*_faults(model)]
     if faults:
         more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
         raise BuildError(
             f"{path} cannot run on ONNX Runtime's CUDA provider without the CPU:"
-            f" {'; '.join(faults[:MAX_SHOWN])}{more}; choose a TensorRT backend for this model"
+            f" {'; '.join(faults[:MAX_SHOWN])}{more}; use a TensorRT backend for this model"
         )
 
 
@@ -61,21 +62,24 @@ def _faults(model: onnx.ModelProto) -> Iterator[str]:
     nodes = [*nodes_of(model.graph)]
     fixed = {tensor.name for tensor in model.graph.initializer} | {""}
     inputs = {v.name for v in model.graph.input if len(v.type.tensor_type.shape.dim) == 1}
-    for node in nodes:  # inputs stand before the nodes that read them
+    for node in nodes:  # in topological order, so `fixed` is complete for each node's inputs
         if node.domain not in ("", "ai.onnx"):
-            yield f"{say_node(node)} is of {node.domain}, export with --lowering portable"
+            yield f"{say_node(node)} is of domain {node.domain}, export with --lowering portable"
         elif set(node.input) <= fixed or _is_batch(node, inputs):
-            fixed.update(node.output)  # folded when it is loaded
+            fixed.update(node.output)  # folded when the graph is loaded
         elif node.op_type in _ON_HOST:
-            yield f"{say_node(node)} runs there"
+            yield f"{say_node(node)} runs on the CPU"
         elif node.op_type == "Concat" and len(node.input) > MAX_JOINED:
-            yield f"{say_node(node)} joins {len(node.input)} inputs, more than {MAX_JOINED}"
+            yield f"{say_node(node)} has {len(node.input)} inputs, more than {MAX_JOINED}"
         for index in _READ_BY_HOST.get(node.op_type, ()):
             if index < len(node.input) and node.input[index] not in fixed:
-                yield f"{say_node(node)} waits for {node.input[index]!r}, which is no constant"
+                yield f"{say_node(node)} reads {node.input[index]!r}, which is not a constant"
 
 
 def _is_batch(node: onnx.NodeProto, inputs: set[str]) -> bool:
-    """The batch, read off one of `inputs`, which have no other dimension: the runtime loads the
-    graph for one sequence. Off an input of more dimensions it would not be folded."""
+    """Return whether `node` reads the batch size from the shape of one of `inputs`.
+
+    `inputs` are the graph inputs with one dimension, the batch. The runtime loads the graph for one
+    sequence, so such a Shape is folded. The Shape of an input with more dimensions is not.
+    """
     return node.op_type == "Shape" and node.input[0] in inputs

@@ -1,7 +1,8 @@
-"""Reads an ONNX graph before TensorRT does, and refuses what TensorRT would get wrong in silence.
+"""Check an ONNX graph for what TensorRT would get wrong without an error.
 
-Some of these TensorRT ignores (a window, a padded length), some turn a cache update into a copy of
-the cache, some it refuses with a message that does not name the node.
+TensorRT ignores some attributes and inputs (a sliding window, a padded length), turns some cache
+updates into a copy of the whole cache, and rejects others with an error that does not name the
+node.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from eagle3.runtime.errors import BuildError
 MAX_OPSET = 24
 _CACHE_TYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
 MAX_SHOWN = 4
-# Positions of Attention's inputs.
+# Indices of Attention's inputs.
 _MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
 
 Fault = tuple[str, str]
-"""What is wrong with which node, and what to do."""
+"""Description of the problem with the node's name, and the remedy."""
 
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What TensorRT must make of a graph.
+    """Properties of a graph that TensorRT must preserve.
 
-    aliases: present -> past, tensors that share one address. files: the names of its weight files,
-    relative to its folder.
+    aliases: present -> past, tensors that share one address. files: weight files, relative to the
+    graph's folder.
     """
 
     inputs: tuple[str, ...]
@@ -43,26 +44,30 @@ class GraphFacts:
 
 
 def lint_file(path: Path) -> GraphFacts:
-    """Lints the graph at `path`. Raises BuildError, see `lint`."""
+    """Run `lint` on the graph at `path`. Raises BuildError."""
     return lint(read_graph(path), str(path))
 
 
 def read_graph(path: Path) -> onnx.ModelProto:
-    """The graph at `path`, less its weights. Raises BuildError."""
+    """Load the graph at `path` without external weights. Raises BuildError if that fails."""
     try:
         return onnx.load(str(path), load_external_data=False)
-    except Exception as error:  # protobuf's own, or the file system's
-        raise BuildError(f"{path} is no ONNX graph that can be read: {error}") from error
+    except Exception as error:  # from protobuf or from the file system
+        raise BuildError(f"{path} is not a readable ONNX graph: {error}") from error
 
 
 def lint(model: onnx.ModelProto, where: str) -> GraphFacts:
-    """Raises BuildError that names every faulty node, why, and what to do."""
+    """Check a graph for TensorRT and return its facts.
+
+    where: name of the graph in error messages. Raises BuildError with the problem and the remedy of
+    each faulty node; the first MAX_SHOWN are listed and the rest counted.
+    """
     graph = _Graph(model)
     faults = [*_model_faults(model, graph), *(f for n in graph.nodes for f in _faults(n, graph))]
     if faults:
         shown = "; ".join(f"{what}: {advice}" for what, advice in faults[:MAX_SHOWN])
         more = f"; and {len(faults) - MAX_SHOWN} more" if len(faults) > MAX_SHOWN else ""
-        raise BuildError(f"{where} cannot become a plan file: {shown}{more}")
+        raise BuildError(f"{where} cannot be compiled to a plan file: {shown}{more}")
     updates = [node for node in graph.nodes if node.op_type == "TensorScatter"]
     return GraphFacts(
         inputs=tuple(graph.inputs),
@@ -75,30 +80,30 @@ def lint(model: onnx.ModelProto, where: str) -> GraphFacts:
 
 
 class _Graph:
-    """Look-ups over a model; the nodes of subgraphs are among `nodes`."""
+    """Lookup tables of a model. `nodes` includes the nodes of subgraphs."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         weights = {tensor.name for tensor in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in weights}
         self.outputs = {value.name for value in model.graph.output}
         self.nodes = [*nodes_of(model.graph)]
-        # A Shape reads no element: TensorRT keeps the update in place beside it.
+        # A Shape reads no element, so TensorRT still updates the cache in place.
         readers = (node for node in self.nodes if node.op_type != "Shape")
         self.uses = Counter(name for node in readers for name in node.input)
         self._dtypes = _dtypes(model)
 
     def dtype(self, name: str) -> str | None:
-        """As ONNX names it, FLOAT16; None where it cannot be inferred."""
+        """Return the ONNX name of a tensor's type, such as FLOAT16; None if it is not known."""
         return self._dtypes.get(name)
 
     def shape(self, name: str) -> list[int | str]:
-        """Of a graph input; a symbolic dimension is its name, "" without one."""
+        """Return the shape of a graph input; a symbolic dimension is its name, "" if unnamed."""
         dims = self.inputs[name].type.tensor_type.shape.dim
         return [d.dim_value if d.HasField("dim_value") else str(d.dim_param) for d in dims]
 
 
 def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """All nodes, those of subgraphs too."""
+    """Yield all nodes of a graph, including those of its subgraphs."""
     for node in graph.node:
         yield node
         for attribute in node.attribute:
@@ -107,10 +112,10 @@ def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def _dtypes(model: onnx.ModelProto) -> dict[str, str]:
-    """Tensor -> element type, where ONNX's own inference tells it."""
+    """Return tensor -> ONNX type name, as far as ONNX's shape inference determines it."""
     try:
         graph = onnx.shape_inference.infer_shapes(model).graph
-    except Exception:  # an operator it does not know: what the graph says of itself remains
+    except Exception:  # an unknown operator; the types declared in the graph remain usable
         graph = model.graph
     name_of = onnx.TensorProto.DataType.Name
     values = (*graph.input, *graph.output, *graph.value_info)
@@ -129,18 +134,19 @@ def _weight_files(graph: onnx.GraphProto) -> Iterator[str]:
 def _model_faults(model: onnx.ModelProto, graph: _Graph) -> Iterator[Fault]:
     for opset in model.opset_import:
         if opset.domain in ("", "ai.onnx") and opset.version > MAX_OPSET:
-            yield f"its opset is {opset.version}", f"export it with opset {MAX_OPSET}"
+            yield f"opset {opset.version} is unsupported", f"export it with opset {MAX_OPSET}"
     foreign = [node for node in graph.nodes if node.domain not in ("", "ai.onnx")]
     if foreign:
         names = ", ".join(sorted({f"{node.domain}.{node.op_type}" for node in foreign})[:3])
         yield (
-            f"{say_node(foreign[0])} is one of {len(foreign)} nodes of another engine ({names})",
+            f"{say_node(foreign[0])} is one of {len(foreign)} nodes with operators that are not"
+            f" standard ONNX ({names})",
             "export the bundle again with --lowering portable",
         )
 
 
 def say_node(node: onnx.NodeProto) -> str:
-    """A node as a message names it."""
+    """Return the type and name of a node for an error message."""
     return f"{node.op_type} node {node.name or (node.output[0] if node.output else '')!r}"
 
 
@@ -157,56 +163,68 @@ def _faults(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
 
 
 def _scatter(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
-    """What keeps a TensorScatter from becoming a KVCacheUpdate, which writes in place."""
+    """Yield what prevents a TensorScatter from becoming a KVCacheUpdate, which writes in place."""
     attributes = _attributes(node)
     mode = attributes.get("mode", b"linear").decode()
     if mode != "linear":
-        yield f"has mode {mode!r}", "TensorRT updates caches in mode 'linear' only"
+        yield f"has mode {mode!r}", "use mode 'linear', the only one TensorRT supports for caches"
     past, present = node.input[0], node.output[0]
     if past not in graph.inputs:
-        yield f"updates {past!r}, which is no input of the graph", "make the cache an input"
+        yield f"updates {past!r}, which is not a graph input", "make the cache a graph input"
     else:
         yield from _cache(past, attributes.get("axis", -2), graph)
     if graph.uses[past] > 1:
         yield (
             f"updates {past!r}, which {graph.uses[past] - 1} other nodes read",
-            f"let them read {present!r}: past and present are one memory",
+            f"let them read {present!r}, because past and present share one memory",
         )
     if present not in graph.outputs:
-        yield f"writes {present!r}, which is no output of the graph", "make it an output"
+        yield f"writes {present!r}, which is not a graph output", "make it a graph output"
 
 
 def _cache(past: str, axis: int, graph: _Graph) -> Iterator[Fault]:
     shape = graph.shape(past)
     if len(shape) != 4:
-        yield f"updates {past!r} of {len(shape)} dimensions", "a cache is [B, heads, slots, size]"
+        yield (
+            f"updates {past!r} with {len(shape)} dimensions",
+            "a cache must be [B, heads, slots, size]",
+        )
     elif not isinstance(shape[2], int):
-        yield f"updates {past!r} with {shape[2] or '?'!r} slots", "make the capacity a number"
+        yield (
+            f"updates {past!r} with the symbolic dimension {shape[2] or '?'!r} for its slots",
+            "make the capacity a number",
+        )
     if axis not in (2, -2):
-        yield f"has axis {axis}", "slots are axis 2 of [B, heads, slots, size]"
+        yield f"has axis {axis}", "use axis 2, the slots of [B, heads, slots, size]"
     dtype = graph.dtype(past)
     if dtype not in _CACHE_TYPES:
-        yield f"updates {past!r} in {dtype}", f"a cache is {', '.join(_CACHE_TYPES)}"
+        yield f"updates {past!r} of type {dtype}", f"use one of {', '.join(_CACHE_TYPES)}"
 
 
 def _attention(node: onnx.NodeProto, graph: _Graph) -> Iterator[Fault]:
-    """What TensorRT ignores or refuses in an Attention."""
+    """Yield what TensorRT ignores or rejects in an Attention node."""
     given = dict(enumerate(node.input))
     attributes = _attributes(node)
     mask = given.get(_MASK, "")
     if given.get(_PAST_KEY) or given.get(_PAST_VALUE):
-        yield "has past_key or past_value", "write the cache with TensorScatter before it"
+        yield "has past_key or past_value", "write the cache with a TensorScatter node instead"
     if given.get(_LENGTHS):
-        yield "has nonpad_kv_seqlen, which TensorRT ignores", "say it in the mask"
+        yield "has nonpad_kv_seqlen, which TensorRT ignores", "express it in the mask"
     for name in ("left_window_size", "right_window_size"):
         if attributes.get(name, -1) != -1:
-            yield f"has {name}, which TensorRT ignores", "say it in the mask"
+            yield f"has {name}, which TensorRT ignores", "express it in the mask"
     if attributes.get("softcap", 0.0) != 0.0:
-        yield f"has softcap {attributes['softcap']:g}", "TensorRT has none: choose another target"
+        yield (
+            f"has softcap {attributes['softcap']:g}, which TensorRT does not support",
+            "use another target",
+        )
     if "softmax_precision" in attributes:
-        yield "has softmax_precision", "leave it out: TensorRT chooses its own"
+        yield "has softmax_precision, which TensorRT chooses itself", "remove it"
     if attributes.get("is_causal", 0) and mask:
-        yield "has is_causal together with a mask", "say it in the mask alone"
+        yield "has is_causal together with a mask", "express it in the mask alone"
     query, masked = graph.dtype(node.input[0]), graph.dtype(mask) if mask else None
     if mask and masked != query:
-        yield f"has a mask of {masked} for a query of {query}", "make the mask of the query's type"
+        yield (
+            f"has a mask of type {masked} for a query of type {query}",
+            "give the mask the query's type",
+        )

@@ -1,5 +1,5 @@
-"""Compiles a bundle's graphs into TensorRT plan files, and says which of them may be used.
+"""Compile a bundle's graphs into TensorRT plan files, and find the ones that are usable.
 
-Requests, profiles, the build itself and the files in a bundle belong here. Running a plan file is
-in `runtime/gpu/tensorrt_engine.py`.
+This room holds build requests, optimization profiles, the build itself, and the plan files in a
+bundle. `runtime/gpu/tensorrt_engine.py` runs a plan file.
 """

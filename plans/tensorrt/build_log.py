@@ -1,7 +1,7 @@
-"""What TensorRT and polygraphy say while they work: kept for error messages, shown as progress.
+"""Log and progress of a TensorRT build.
 
-polygraphy prints to stdout, where results belong; here its log goes into a list. On a terminal, a
-line on stderr tells how far a build is.
+polygraphy prints its log to stdout, which is reserved for results. This module collects the log in
+a list instead, for error messages. On a terminal, a line on stderr shows the progress of the build.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ _LONGEST = 300
 
 
 class Log(logging.Handler):
-    """Keeps the messages of one build."""
+    """Log handler that collects the warnings and errors of one build."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.messages: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Store level and message of a record."""
         self.messages.append((record.levelno, record.getMessage()))
 
     def says(self, text: str) -> bool:
-        """Whether an error contains `text`."""
+        """Return whether an error contains `text`."""
         return any(text in message for level, message in self.messages if level >= logging.ERROR)
 
     def errors(self) -> str:
-        """The first errors, each once and not endless."""
+        """Return the first errors, without duplicates and shortened, for an error message."""
         errors = [_condensed(text) for level, text in self.messages if level >= logging.ERROR]
-        return "; ".join(list(dict.fromkeys(errors))[:_SHOWN_ERRORS]) or "it gave no reason"
+        return "; ".join(list(dict.fromkeys(errors))[:_SHOWN_ERRORS]) or "no error was reported"
 
 
 def _condensed(message: str) -> str:
-    """One line, less the marks of severity."""
+    """Return a message as one line of limited length, without the severity prefix."""
     text = " ".join(message.split()).removeprefix("[E] ").removeprefix("[!] ")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 @contextmanager
 def captured(polygraphy: Any) -> Iterator[Log]:
-    """polygraphy's and TensorRT's messages go into the log inside this context.
+    """Redirect the messages of polygraphy and TensorRT to the returned log inside this context.
 
-    polygraphy calls what TensorRT-RTX deprecates, timing caches; that is not the user's to read.
+    DeprecationWarnings are silenced, because polygraphy uses timing caches, which TensorRT-RTX
+    deprecates, and the user cannot change that.
     """
     logger, target, log = polygraphy.logger.G_LOGGER, logging.getLogger(_NAME), Log()
     before = (logger.use_python_logging_system, logger.colors, target.propagate)
@@ -77,7 +79,10 @@ class _Phase:
 
 @dataclass
 class BuildProgress:
-    """How far a build is; the line is written only where `stream` is a terminal."""
+    """Progress of a build, written as one line to `stream` if that is a terminal.
+
+    title: prefix of the line. interrupted: set to True to end the build, see `stoppable`.
+    """
 
     title: str
     stream: TextIO = field(default_factory=lambda: sys.stderr)
@@ -87,20 +92,23 @@ class BuildProgress:
     _wrote: bool = False
 
     def start(self, name: str, steps: int) -> None:
+        """Begin a phase of `steps` steps, possibly nested in another phase."""
         self._phases.append(_Phase(name, steps))
         self.show()
 
     def step(self, name: str, index: int) -> None:
+        """Record that step `index`, counted from 0, of a phase is complete."""
         for phase in self._phases:
             if phase.name == name:
                 phase.done = index + 1
         self.show()
 
     def finish(self, name: str) -> None:
+        """End a phase."""
         self._phases = [phase for phase in self._phases if phase.name != name]
 
     def show(self) -> None:
-        """Writes the line, at most ten times a second."""
+        """Write the line, at most ten times per second."""
         now = time.monotonic()
         if not self._phases or now - self._shown < _SHOWN_EVERY_S or not self.stream.isatty():
             return
@@ -110,14 +118,14 @@ class BuildProgress:
         self.stream.flush()
 
     def clear(self) -> None:
-        """Takes the line away."""
+        """Erase the line."""
         if self._wrote:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
 
 
 def progress_monitor(tensorrt: Any, progress: BuildProgress) -> Any:
-    """TensorRT's IProgressMonitor that tells `progress`, and ends a build that was interrupted."""
+    """Return a TensorRT IProgressMonitor that updates `progress` and stops an interrupted build."""
 
     class Monitor(tensorrt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -138,10 +146,10 @@ def progress_monitor(tensorrt: Any, progress: BuildProgress) -> Any:
 
 @contextmanager
 def stoppable(progress: BuildProgress) -> Iterator[None]:
-    """Ctrl-C inside this context is noted, and raised when the context ends.
+    """Defer Ctrl-C inside this context: set `progress.interrupted`, and raise at the end.
 
-    An exception may not leave a callback of C++. Outside the main thread nothing is changed: there
-    Python has no signals.
+    The progress monitor is called from C++, and an exception must not propagate through C++ code.
+    Outside the main thread this context does nothing, because Python delivers signals only there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
-"""What plan files are built for: a request, and the ranges of shapes that follow from it.
+"""Build requests of plan files, and the optimization profiles that follow from them.
 
-Two profiles an engine: `verify` (index 0) for plain decoding, verification and drafting, `prefill`
-(index 1) for chunks of a prompt. Both are ranges: a profile of one row alone beside a range would
-double the weights in the file.
+Each engine has two profiles: `verify` (index 0) for plain decoding, verification and drafting, and
+`prefill` (index 1) for the chunks of a prompt. Both cover a range of row counts. A separate profile
+for exactly one row would double the weights in the plan file.
 """
 
 from __future__ import annotations
@@ -18,63 +18,72 @@ from eagle3.runtime.errors import BuildError
 
 VERIFY, PREFILL = "verify", "prefill"
 PROFILES = (VERIFY, PREFILL)
-"""By index."""
+"""Names of the profiles by index."""
 
 SHAPE_INPUTS = {"top_k": "K"}
-"""Inputs whose *values* size an output; TensorRT reads them on the host. Input -> symbol."""
+"""Input -> symbol, for inputs whose *values* are the size of an output. TensorRT reads these on the
+host."""
 
 Range = tuple[int, int, int]
-"""Least, best, most."""
+"""Minimum, optimum and maximum of a dimension."""
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Minimum, optimum and maximum shape of an input."""
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What `build_bundle` builds; its fields are those of a `Plan`. Raises BuildError.
+    """Settings of `build_bundle`, named like the fields of a `Plan`.
 
-    What is left open (None, or no widths) is the bundle's plan's, see `resolved`; what a file was
-    really built for stands in its `PlanFile.request`.
+    `resolved` replaces a field that is None or empty by the value of the bundle's plan. A
+    `PlanFile.request` has the settings that the file was built with. Raises BuildError if a field
+    is out of range.
     """
 
     backend: str | None = None
-    """`tensorrt` or `tensorrt-rtx`; open in the plan too: whichever is installed."""
+    """`tensorrt` or `tensorrt-rtx`; None in the plan, too: the library that is installed."""
     compute_capability: str | None = None
-    """Of the GPU, as "8.9"; open in the plan too: of this machine's."""
+    """Compute capability of the GPU, such as "8.9"; None in the plan, too: that of this machine."""
     batch: int | None = None
-    """Sequences in one call, at most."""
+    """Maximum number of sequences in one call."""
     verify_widths: tuple[int, ...] = ()
-    """Rows of a call that a runtime records, ascending; the last is the profile's most. Open in the
-    plan too: any up to the plan's max_draft_tokens and the root."""
+    """Row counts of the calls that the runtime captures, ascending; the last one is the maximum of
+    the `verify` profile. Empty in the plan, too: any number up to the root and max_draft_tokens."""
     prefill_chunk: int | None = None
-    """Prompt tokens in one call."""
+    """Maximum number of prompt tokens in one call."""
     workspace_bytes: int | None = None
-    """Scratch memory; open in the plan too: as much as TensorRT likes."""
+    """Limit of TensorRT's scratch memory in bytes; None in the plan, too: no limit."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "prefill_chunk", "workspace_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise BuildError(f"{name} is {value}: give at least 1")
+                raise BuildError(f"{name} must be at least 1, got {value}")
         widths = self.verify_widths
         if any(a >= b for a, b in zip((0, *widths), widths, strict=False)):
-            raise BuildError(f"verify_widths is {list(widths)}: each must be above the last")
+            raise BuildError(
+                "verify_widths must be strictly ascending and start at 1 or more, got"
+                f" {list(widths)}"
+            )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         return {**asdict(self), "verify_widths": list(self.verify_widths)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> BuildRequest:
-        """Reads `to_json`'s object. Raises TypeError for unknown fields."""
+        """Return the request from the object that `to_json` returned.
+
+        Raises TypeError if a field is unknown.
+        """
         return cls(**{**data, "verify_widths": tuple(data["verify_widths"])})
 
 
-# What a graph was exported with: a build cannot change it.
+# Fields of a plan that are fixed by the export; a build cannot change them.
 _FIXED = ("lowering", "dtype", "max_seq_len", "max_draft_tokens")
 
 
 def request_from_plan(plan: Plan) -> BuildRequest:
-    """What a plan asks of a build; fields that it has not stay open."""
+    """Return the build request of a plan. Fields that the plan does not set stay None or empty."""
     known = plan.to_json()
     known["verify_widths"] = tuple(known.get("verify_widths", ()))
     known["backend"] = plan.backend if plan.backend.startswith("tensorrt") else None
@@ -83,22 +92,22 @@ def request_from_plan(plan: Plan) -> BuildRequest:
 
 
 def request_for_bundle(plan: Plan, bundle_plan: Plan) -> BuildRequest:
-    """What another plan asks of a build of a bundle.
+    """Return the request to build a bundle with another plan than its own.
 
-    Raises BuildError where it contradicts what the bundle was exported with.
+    Raises BuildError if the plan contradicts what the bundle was exported with.
     """
     for name in _FIXED:
         asked, found = getattr(plan, name), getattr(bundle_plan, name)
         if asked != found:
             raise BuildError(
-                f"the plan's {name} is {asked}, the bundle was exported with {found}: export it"
+                f"the plan's {name} is {asked}, but the bundle was exported with {found}: export it"
                 f" again with --{name.replace('_', '-')} {asked}, or build with another plan"
             )
     return request_from_plan(plan)
 
 
 def resolved(request: BuildRequest, plan: Plan) -> BuildRequest:
-    """`request`, what it leaves open being the plan's."""
+    """Return `request` with the fields that are None or empty taken from the bundle's plan."""
     own = request_from_plan(plan)
     is_open = [each.name for each in fields(request) if getattr(request, each.name) in (None, ())]
     filled = replace(request, **{name: getattr(own, name) for name in is_open})
@@ -107,9 +116,10 @@ def resolved(request: BuildRequest, plan: Plan) -> BuildRequest:
 
 @dataclass(frozen=True)
 class Profile:
-    """Ranges of one optimization profile: input -> its least, best and most shape.
+    """One optimization profile.
 
-    The entry of a SHAPE_INPUTS input holds values instead.
+    ranges: input -> minimum, optimum and maximum shape; for an input in SHAPE_INPUTS, the values
+    instead of the shapes.
     """
 
     name: str
@@ -117,10 +127,10 @@ class Profile:
 
 
 def profiles(manifest: Manifest, engine: str, request: BuildRequest) -> tuple[Profile, Profile]:
-    """The profiles of an engine, in the order of PROFILES.
+    """Return the profiles of an engine, in the order of PROFILES.
 
-    Raises BuildError for widths that do not cover the plan's trees, and for a graph with a
-    dimension that no profile knows.
+    Raises BuildError if verify_widths do not cover the plan's trees, if a size exceeds max_seq_len,
+    or if an input has an unknown symbolic dimension.
     """
     plan, info = manifest.plan, manifest.engines[engine]
     request = resolved(request, plan)
@@ -128,13 +138,14 @@ def profiles(manifest: Manifest, engine: str, request: BuildRequest) -> tuple[Pr
     most = request.verify_widths[-1] if request.verify_widths else cover
     if not cover <= most <= plan.max_seq_len:
         raise BuildError(
-            f"verify_widths end at {most}; the bundle's trees need {cover} rows, and its context"
-            f" has {plan.max_seq_len}: let them end between the two"
+            f"verify_widths must end between {cover}, the rows of the bundle's largest tree, and"
+            f" {plan.max_seq_len}, its max_seq_len, but ends at {most}: change the last width"
         )
     batch, chunk = request.batch or 1, request.prefill_chunk or plan.prefill_chunk
     if chunk > plan.max_seq_len:
         raise BuildError(
-            f"prefill_chunk is {chunk}, the bundle's context has {plan.max_seq_len}: take less"
+            f"prefill_chunk must be at most {plan.max_seq_len}, the bundle's max_seq_len, got"
+            f" {chunk}"
         )
     verify = _verify_ranges(manifest, engine, most, request.verify_widths)
     prefill = {"N": (1, chunk, chunk), "M": (1, 1, 1), "W": (1, chunk, chunk), "K": verify["K"]}
@@ -146,7 +157,10 @@ def profiles(manifest: Manifest, engine: str, request: BuildRequest) -> tuple[Pr
 def _verify_ranges(
     manifest: Manifest, engine: str, most: int, widths: tuple[int, ...]
 ) -> dict[str, Range]:
-    """Symbol -> range of decoding calls: N rows, M rows with logits, W rows of a tree mask, K."""
+    """Return symbol -> range for decoding calls.
+
+    N: rows, M: rows with logits, W: columns of the tree mask, K: children per node.
+    """
     name, _, role = engine.partition(".")
     plan, draft = manifest.plan, manifest.drafts.get(name)
     tree = plan.tree if draft is None else draft.tree
@@ -163,8 +177,10 @@ def _verify_ranges(
 
 
 def _typical_rows(role: str, tree: TreePlan, widths: tuple[int, ...]) -> int:
-    """Rows of the call made most often: the target (no role) sees a tree, padded to a width; a
-    draft's step sees its frontier; what reads features sees the rows that a round commits.
+    """Return the rows of an engine's most frequent call, for which TensorRT optimizes.
+
+    The target (no role) runs a tree, padded to a width. A draft step runs its frontier. Engines
+    that read features run the rows that a round commits.
     """
     if not role:
         rows = tree.num_draft_tokens + 1
@@ -183,8 +199,8 @@ def _shapes(spec: TensorSpec, engine: str, symbols: Mapping[str, Range]) -> Shap
     unknown = [dim for dim in dims if isinstance(dim, str) and dim not in symbols]
     if unknown:
         raise BuildError(
-            f"engine {engine}: input {spec.name} has the dimension {unknown[0]!r}, which no profile"
-            f" knows ({', '.join(symbols)}): export the bundle again with this version"
+            f"input {spec.name} of engine {engine} has the unknown dimension {unknown[0]!r},"
+            f" expected one of {', '.join(symbols)}: export the bundle again with this version"
         )
 
     def at(index: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""An ONNX graph as TensorRT parsed it, compared with what the graph says.
+"""Parse an ONNX graph with TensorRT, and compare the network with the graph.
 
-A parser may drop an input without a word and a cache update may become a copy: the network is
-looked at, layer by layer, before anything is built from it.
+The parser can drop an input or turn a cache update into a copy without an error. The network is
+therefore checked layer by layer before it is compiled.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from eagle3.plans.tensorrt.library import Library
 from eagle3.runtime.errors import BuildError
 
 Parsed = tuple[Any, Any, Any]
-"""Builder, network, parser: polygraphy's; the network reads weights that the parser owns."""
+"""Builder, network and parser, as polygraphy returns them. The parser owns the weights that the
+network reads, so it must outlive the network."""
 
 
 def parse(polygraphy: Any, library: Library, path: Path, log: Log) -> Parsed:
-    """The strongly typed network of an ONNX file: every tensor keeps the graph's own type.
+    """Parse an ONNX file to a strongly typed network, in which tensors keep the graph's types.
 
-    Raises BuildError with the parser's messages.
+    Raises BuildError, with the parser's messages, if that fails.
     """
     trt = polygraphy.backend.trt
     try:
@@ -37,10 +38,11 @@ def parse(polygraphy: Any, library: Library, path: Path, log: Log) -> Parsed:
 
 
 def check_network(network: Any, library: Library, facts: GraphFacts, where: str) -> Counter[str]:
-    """Layers by type, once inputs, outputs, caches and attention are all those of the graph.
+    """Check that a network matches its graph, and return the number of layers by type.
 
-    Raises BuildError for an input that was dropped or leads nowhere, and for a cache update or
-    attention that became something else.
+    where: name of the graph in error messages. Raises BuildError if an input was dropped or no
+    output depends on it, if the outputs differ, if other inputs than SHAPE_INPUTS are read on the
+    host, or if a cache update or attention became another layer.
     """
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     counts: Counter[str] = Counter(layer.type.name for layer in layers)
@@ -50,28 +52,29 @@ def check_network(network: Any, library: Library, facts: GraphFacts, where: str)
     dropped = [name for name in facts.inputs if name not in inputs or name not in used]
     faults = []
     if dropped:
-        faults.append(f"it drops the inputs {', '.join(dropped)}")
+        faults.append(f"the network ignores the inputs {', '.join(dropped)}")
     if set(outputs) != set(facts.outputs):
-        faults.append(f"its outputs are {outputs}, the graph's {list(facts.outputs)}")
+        faults.append(f"expected the outputs {list(facts.outputs)}, got {outputs}")
     on_host = {name for name, tensor in inputs.items() if tensor.is_shape_tensor}
     if on_host != SHAPE_INPUTS.keys() & inputs.keys():
-        faults.append(f"it reads {sorted(on_host)} on the host")
+        faults.append(f"the network reads the inputs {sorted(on_host)} on the host")
     for kind, expected in (
         ("KV_CACHE_UPDATE", facts.num_cache_updates),
         ("ATTENTION_INPUT", facts.num_attentions),
     ):
         if counts[kind] != expected:
-            faults.append(f"it has {counts[kind]} {kind} layers, the graph {expected} such nodes")
+            faults.append(f"expected {expected} {kind} layers, got {counts[kind]}")
     if faults:
         raise BuildError(
-            f"{library.name} {library.version} does not read {where} as it is:"
-            f" {'; '.join(faults)}; nothing was built. Please report it with both versions"
+            f"{library.name} {library.version} parsed {where} incorrectly:"
+            f" {'; '.join(faults)}. Nothing was built; please report this with the versions of"
+            f" eagle3 and {library.name}"
         )
     return counts
 
 
 def _leads_to(layers: list[Any], outputs: list[str]) -> set[str]:
-    """Names of all tensors that an output depends on."""
+    """Return the names of all tensors that an output depends on."""
     by_output = {tensor.name: layer for layer in layers for tensor in _outputs(layer)}
     seen, waiting = set(outputs), list(outputs)
     while waiting:

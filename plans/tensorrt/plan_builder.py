@@ -1,7 +1,7 @@
-"""`eagle3 build`: a bundle's portable graphs in, TensorRT plan files out.
+"""`eagle3 build`: compile a bundle's portable graphs to TensorRT plan files.
 
-For each engine: lint the graph, find the file that an earlier build left under the same key, or
-parse, compare the network with the graph, compile, write.
+For each engine, lint the graph and reuse the plan file of an earlier build if it has the same key.
+Otherwise parse the graph, compare the network with it, compile it and write the plan file.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from eagle3.runtime.errors import BuildError
 
 Report = Callable[[str], None]
 
-_KERNEL_BYTES = 64 << 20  # beside the weights: kernels and tables, far less than this so far
+# Upper estimate of the kernels and tables in a plan file, in addition to the weights.
+_KERNEL_BYTES = 64 << 20
 _NO_KERNEL = "not supported by a dedicated kernel"
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One engine: what is built of what, and where to."""
+    """The build of one engine: its graph, settings and destination."""
 
     bundle: Bundle
     engine: str
@@ -81,10 +82,11 @@ def build_bundle(
     *,
     force: bool = False,
 ) -> list[PlanFile]:
-    """Builds the plan files of every engine of the bundle, and keeps those that are up to date.
+    """Build the plan files of all engines of a bundle, except those that are up to date.
 
-    force: build them all. Raises EngineMissing without a TensorRT library, BuildError for
-    everything else that is in the way; files built before it stay.
+    report: called with progress messages. force: also build files that are up to date. Returns one
+    plan file per engine. Raises EngineMissing if no TensorRT library is installed, and BuildError
+    if a build is impossible or fails; files that were built before the error are kept.
     """
     bundle = Bundle.open(bundle_path)
     _refuse_lowering(bundle)
@@ -108,9 +110,9 @@ def _refuse_lowering(bundle: Bundle) -> None:
     plan = bundle.manifest.plan
     if plan.lowering != "portable":
         raise BuildError(
-            f"{bundle.root} was exported with the {plan.lowering} lowering, whose operators are"
-            " ONNX Runtime's own: export it again with --lowering portable --dtype float16 (it was"
-            f" made by `{bundle.manifest.command}`)"
+            f"{bundle.root} was exported with --lowering {plan.lowering}, whose operators only ONNX"
+            " Runtime supports: export it again with --lowering portable --dtype float16 (it was"
+            f" exported by `{bundle.manifest.command}`)"
         )
 
 
@@ -120,7 +122,7 @@ def _job(bundle: Bundle, engine: str, request: BuildRequest, library: Library) -
     facts = lint_file(graph)
     names = sorted({info.file, *facts.files})
     for name in names:
-        bundle.path(name)  # listed, so that its hash is known
+        bundle.path(name)  # raises unless the manifest lists the file, and so has its hash
     sources = {name: bundle.manifest.files[name].sha256 for name in names}
     shapes = profiles(bundle.manifest, engine, request)
     capability = str(request.compute_capability)
@@ -130,13 +132,16 @@ def _job(bundle: Bundle, engine: str, request: BuildRequest, library: Library) -
 
 
 def _existing(job: _Job) -> PlanFile | None:
-    """The plan file of an earlier build with the same key; its JSON then names this request."""
+    """Return the intact plan file of an earlier build with the same key, or None.
+
+    If the request differs, which the key does not depend on, the file's JSON is updated to it.
+    """
     note = job.path.with_suffix(".json")
     if not note.is_file():
         return None
     try:
         old = read_note(note)
-    except BuildError:  # of another version or damaged: it is built again in its place
+    except BuildError:  # another version or damaged; the new build replaces it
         return None
     if old.key != job.key or not job.path.is_file() or _sha256(job.path) != old.sha256:
         return None
@@ -153,7 +158,10 @@ def _sha256(path: Path) -> str:
 
 
 def _check_disk(jobs: list[_Job]) -> None:
-    """A plan file holds its weights again: says before the long work that they do not fit."""
+    """Raise BuildError if the disk is too small, before the long build starts.
+
+    A plan file contains a copy of its weights.
+    """
     if not jobs:
         return
     files = jobs[0].bundle.manifest.files
@@ -162,23 +170,23 @@ def _check_disk(jobs: list[_Job]) -> None:
     free = shutil.disk_usage(root).free
     if free < needed:
         raise BuildError(
-            f"{len(jobs)} plan files need about {needed:,} bytes, {root} has {free:,} free: make"
-            " room, or move the bundle to a larger disk"
+            f"{len(jobs)} plan files need about {needed:,} bytes, but {root} has {free:,} free:"
+            " free disk space, or move the bundle to a larger disk"
         )
 
 
 def _check_sources(bundle: Bundle, jobs: list[_Job]) -> None:
-    """What a key promises must be what is read: the weights' hashes are compared."""
+    """Raise BuildError if a source file does not match its hash, which is part of the key."""
     for name, sha256 in {k: v for job in jobs for k, v in job.sources.items()}.items():
         if _sha256(bundle.path(name)) != sha256:
             raise BuildError(
-                f"{bundle.path(name)} is altered, the manifest names another SHA-256: copy the"
-                " bundle or export it again"
+                f"{bundle.path(name)} does not match its SHA-256 in the manifest: copy the bundle"
+                " again or export it again"
             )
 
 
 def _build(job: _Job, polygraphy: Any, report: Report) -> PlanFile:
-    report(f"{job.engine}: building for {job.library.name} on {job.capability}")
+    report(f"{job.engine}: building for {job.library.name}, compute capability {job.capability}")
     with _disk_errors(job):
         job.folder.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -212,7 +220,11 @@ def _build(job: _Job, polygraphy: Any, report: Report) -> PlanFile:
 
 
 def _write(plan_file: PlanFile, content: memoryview) -> None:
-    """The old JSON goes first and the new one comes last: never one beside another's file."""
+    """Write a plan file and its JSON.
+
+    The old JSON is deleted first and the new one written last, so that a JSON never describes
+    another build's plan file.
+    """
     partial = plan_file.path.with_suffix(".partial")
     try:
         partial.write_bytes(content)
@@ -232,31 +244,35 @@ def _disk_errors(job: _Job) -> Iterator[None]:
 
 
 def _compile(job: _Job, polygraphy: Any, log: Log, report: Report) -> tuple[Any, bool]:
-    """The plan file's bytes, and whether every attention is one fused kernel.
+    """Return the plan file's bytes, and whether every attention is one fused kernel.
 
-    TensorRT builds a graph whose attention must stay whole only where it has the kernels. float32
-    has none; for other types that is asked first, so that a build tells which it is.
+    By default, TensorRT only builds a graph if it has a fused kernel for each attention. It has
+    none for float32. For other types, a build with fused attention is tried first and one with
+    decomposed attention second, which tells which of the two the file has.
     """
     fused = job.bundle.manifest.plan.dtype != "float32" and job.facts.num_attentions > 0
     plan = _compile_once(job, polygraphy, log, decomposed=not fused)
     if plan is None and fused and log.says(_NO_KERNEL):
         report(
-            f"{job.engine}: {job.library.name} has no fused attention for its head size; it is"
-            " taken apart, which is slower"
+            f"{job.engine}: {job.library.name} has no fused attention kernel for this head size;"
+            " using decomposed attention, which is slower"
         )
         log.messages.clear()
         fused = False
         plan = _compile_once(job, polygraphy, log, decomposed=True)
     if plan is None:
         raise BuildError(
-            f"{job.library.name} {job.library.version} cannot build {job.graph} for"
-            f" {job.capability}: {log.errors()}"
+            f"{job.library.name} {job.library.version} cannot build {job.graph} for compute"
+            f" capability {job.capability}: {log.errors()}"
         )
     return plan, fused
 
 
 def _compile_once(job: _Job, polygraphy: Any, log: Log, *, decomposed: bool) -> Any | None:
-    """One attempt; None where TensorRT gave up, with its reasons in the log."""
+    """Try to compile once. Returns None if TensorRT fails; its errors are then in the log.
+
+    decomposed: allow TensorRT to build attention from several kernels.
+    """
     trt = polygraphy.backend.trt
     parsed = parse(polygraphy, job.library, job.graph, log)
     check_network(parsed[1], job.library, job.facts, str(job.graph))
@@ -285,9 +301,9 @@ def _engine_bytes(job: _Job, polygraphy: Any, parsed: Parsed, progress: BuildPro
 
 
 def _options(job: _Job, monitor: Any) -> dict[str, Any]:
-    """What polygraphy passes on to TensorRT's builder, less the profiles.
+    """Return the options that polygraphy passes to TensorRT's builder, without the profiles.
 
-    TensorRT-RTX compiles without timing anything: a timing cache means nothing to it.
+    TensorRT-RTX does not time kernels when it compiles, so it gets no timing cache.
     """
     options: dict[str, Any] = {"progress_monitor": monitor}
     if job.request.workspace_bytes is not None:

@@ -1,12 +1,13 @@
-"""Plan files: where they lie in a bundle, what is known of each, and whether one may be used.
+"""Plan files in a bundle: their location and JSON, and the check whether they are usable.
 
-    BUNDLE/plans/tensorrt-rtx-sm89/target.plan     what TensorRT loads
-    BUNDLE/plans/tensorrt-rtx-sm89/target.json     `PlanFile`: what it was made of, and for what
+    BUNDLE/plans/tensorrt-rtx-sm89/target.plan     the engine that TensorRT loads
+    BUNDLE/plans/tensorrt-rtx-sm89/target.json     its `PlanFile`: sources, settings and versions
 
-They stand apart from the manifest: it says what was exported and holds everywhere, plan files are
-made from that on one machine for one GPU, and can be deleted and built again. One set for each
-library and compute capability; `PlanFile.key` is a hash of everything that shaped a file, and a
-file of another key is built again in its place. Nothing here needs TensorRT.
+The manifest does not list plan files: it describes the export, which is valid on every machine,
+whereas plan files are built from it on one machine for one GPU, and can be deleted and built again.
+There is one set for each library and compute capability. `PlanFile.key` is a hash of everything
+that affects a plan file; a build replaces a file that has another key. This module does not need
+TensorRT.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ FOLDER = "plans"
 FORMAT = "eagle3-plan-file"
 SCHEMA_VERSION = 1
 BUILDER_VERSION = 1
-"""Raised when the same graph and request are built in another way."""
+"""Version of the build; to be increased when the same graph and request give another plan file."""
 PLAN_SUFFIX, NOTE_SUFFIX = ".plan", ".json"
 TIMING_CACHE = "timing.cache"
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What TensorRT made of a graph: caches written in place, attention in one kernel a layer.
+    """Number of cache updates in place, of attention layers, and of those with a fused kernel.
 
-    fused_attentions is `attentions` or 0: a build either insists on fused kernels or allows
-    attention to be taken apart.
+    fused_attentions equals `attentions` or 0, because a build either requires fused kernels for all
+    attention layers or allows decomposed attention.
     """
 
     cache_updates: int
@@ -47,11 +48,12 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """One plan file, as its JSON says; `path` is where it lies now.
+    """Description of one plan file, stored in the JSON beside it.
 
-    profiles: by index, see `tensorrt_request.Profile`; a context takes the index with
-    `set_optimization_profile_async`. aliases: present -> past, which must be given one address.
-    sources: files of the bundle that it was made of -> their SHA-256.
+    path: current location, not stored. profiles: optimization profiles by index, see
+    `build_request.Profile`; an execution context selects one by `set_optimization_profile_async`.
+    aliases: present -> past, two tensors that must be bound to the same address. sources: bundle
+    files it was built from -> their SHA-256. size: bytes of the plan file, sha256: its hash.
     """
 
     path: Path
@@ -70,7 +72,7 @@ class PlanFile:
     build_seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but the path."""
+        """Return all fields but the path as a JSON object."""
         data = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "path"}
         return {
             "format": FORMAT,
@@ -83,12 +85,12 @@ class PlanFile:
 
     @property
     def note_path(self) -> Path:
-        """Its JSON."""
+        """Path of the JSON beside the plan file."""
         return self.path.with_suffix(NOTE_SUFFIX)
 
 
 def set_folder(root: Path, library: str, compute_capability: str) -> Path:
-    """Where the plan files of a library and compute capability lie."""
+    """Return the folder of the plan files for a library and compute capability."""
     return root / FOLDER / f"{library}-sm{compute_capability.replace('.', '')}"
 
 
@@ -99,7 +101,10 @@ def file_key(
     library: tuple[str, str],
     compute_capability: str,
 ) -> str:
-    """SHA-256, as hex, of everything that shapes a plan file. library: name and version."""
+    """Return the SHA-256, as hex, of everything that affects a plan file.
+
+    sources: file -> SHA-256. library: name and version.
+    """
     data = {
         "builder": BUILDER_VERSION,
         "sources": dict(sources),
@@ -112,7 +117,10 @@ def file_key(
 
 
 def rebuild_command(bundle: Bundle, request: BuildRequest, backend: str, capability: str) -> str:
-    """The command line that builds the bundle's plan files for this library and GPU."""
+    """Return the command line that builds a bundle's plan files for a library and GPU.
+
+    Options that equal the bundle's plan are left out.
+    """
     words = ["eagle3", "build", str(bundle.root), "--backend", backend]
     words += ["--compute-capability", capability]
     plan = bundle.manifest.plan
@@ -126,16 +134,19 @@ def rebuild_command(bundle: Bundle, request: BuildRequest, backend: str, capabil
 
 
 def write_note(plan_file: PlanFile) -> None:
-    """Writes the JSON; a file without one is no plan file, so it comes last."""
+    """Write the JSON of a plan file.
+
+    Must be called after the plan file is complete, because a file without JSON is ignored.
+    """
     partial = plan_file.note_path.with_suffix(".partial")
     partial.write_text(json.dumps(plan_file.to_json(), indent=2) + "\n", encoding="utf-8")
     partial.replace(plan_file.note_path)
 
 
 def read_note(path: Path) -> PlanFile:
-    """The plan file of the JSON at `path`.
+    """Read the JSON at `path` and return its plan file.
 
-    Raises BuildError when that cannot be read or is of another version.
+    Raises BuildError if the JSON cannot be read or has another format or schema version.
     """
     advice = f"delete {path.parent} and run `eagle3 build` again"
     try:
@@ -143,8 +154,8 @@ def read_note(path: Path) -> PlanFile:
         head = (data.pop("format"), data.pop("schema_version"))
         if head != (FORMAT, SCHEMA_VERSION):
             raise BuildError(
-                f"{path} is {head[0]!r} of version {head[1]!r}, this eagle3 reads {FORMAT!r} of"
-                f" version {SCHEMA_VERSION}: {advice}"
+                f"{path} has format {head[0]!r} version {head[1]!r}, expected {FORMAT!r} version"
+                f" {SCHEMA_VERSION}: {advice}"
             )
         return _from_json(path.with_suffix(PLAN_SUFFIX), data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -178,13 +189,16 @@ def _profile_json(profile: Profile) -> dict[str, Any]:
 
 
 def plan_files(root: Path) -> list[PlanFile]:
-    """Every plan file in the bundle at `root`, by folder and engine. Raises BuildError."""
+    """Return all plan files in the bundle at `root`, sorted by folder and engine.
+
+    Raises BuildError if the JSON of one cannot be read.
+    """
     notes = sorted((root / FOLDER).glob(f"*/*{NOTE_SUFFIX}"))
     return [read_note(path) for path in notes]
 
 
 def foreign_files(folder: Path) -> list[str]:
-    """What a folder of plan files holds that no build wrote, relative to it."""
+    """Return the files in a folder of plan files that no build wrote, relative to the folder."""
     own = (PLAN_SUFFIX, NOTE_SUFFIX, ".partial", ".cache", ".lock")
     paths = sorted(path for path in folder.rglob("*") if not path.is_dir())
     return [path.relative_to(folder).as_posix() for path in paths if path.suffix not in own]
@@ -193,10 +207,11 @@ def foreign_files(folder: Path) -> list[str]:
 def usable_plan_files(
     bundle: Bundle, library: str, library_version: str, compute_capability: str
 ) -> dict[str, PlanFile]:
-    """Engine -> plan file, of all engines, for this library on this GPU.
+    """Return engine -> plan file for all engines of a bundle, for this library on this GPU.
 
-    Raises BuildError, with the command that builds them, when there are none, when they are for
-    another GPU or of another library version, or stale: made of other graphs than the bundle's.
+    Raises BuildError, with the command that builds the plan files, if one is missing, was built for
+    another GPU, by another library version or for other sizes, or is stale (built from other graphs
+    than the bundle's).
     """
     folder = set_folder(bundle.root, library, compute_capability)
     here = f"{library} {library_version} on a GPU of compute capability {compute_capability}"
@@ -206,43 +221,50 @@ def usable_plan_files(
     missing = [name for name in bundle.manifest.engines if name not in found]
     if missing:
         raise BuildError(
-            f"{bundle.root} has no plan file of {', '.join(missing)} for {here}"
+            f"{bundle.root} has no plan files of {', '.join(missing)} for {here}"
             f"{_others(bundle.root)}: run `{advice}`"
         )
     for name in bundle.manifest.engines:
         made = (found[name].library, found[name].compute_capability)
         reason = why_not(bundle, found[name], library_version, asked)
         if made != (library, compute_capability):
-            reason = f"is for {made[0]} on {made[1]}"
+            reason = f"was built for {made[0]} on compute capability {made[1]}"
         if reason is not None:
-            raise BuildError(f"{found[name].path} {reason}, here is {here}: run `{advice}`")
+            raise BuildError(
+                f"{found[name].path} {reason}, but this machine has {here}: run `{advice}`"
+            )
     return {name: found[name] for name in bundle.manifest.engines}
 
 
 def why_not(
     bundle: Bundle, plan_file: PlanFile, library_version: str, request: BuildRequest
 ) -> str | None:
-    """What is wrong with a plan file, as the rest of a sentence about it; None if nothing is."""
+    """Return why a plan file is not usable, as a predicate for an error message, or None.
+
+    request: the request of the other plan files, which must be the same.
+    """
     stale = stale_sources(bundle, plan_file)
     if stale:
         return f"is stale: it was built from another {', '.join(stale)}"
     if plan_file.library_version != library_version:
         return f"was built by {plan_file.library} {plan_file.library_version}"
     if plan_file.request != request:
-        return "was built for other sizes than its neighbours"
+        return "was built for other sizes than the other plan files"
     size = plan_file.path.stat().st_size if plan_file.path.is_file() else 0
     if size != plan_file.size:
-        return f"has {size} bytes, {plan_file.note_path.name} says {plan_file.size}"
+        return f"has {size} bytes, expected {plan_file.size} from {plan_file.note_path.name}"
     return None
 
 
 def stale_sources(bundle: Bundle, plan_file: PlanFile) -> list[str]:
-    """Files it was made of that are others in the bundle now, or gone."""
+    """Return the source files of a plan file that have changed in the bundle or are gone."""
     hashes = {name: info.sha256 for name, info in bundle.manifest.files.items()}
     return [name for name, sha256 in plan_file.sources.items() if hashes.get(name) != sha256]
 
 
 def _others(root: Path) -> str:
-    """What there is instead, in words."""
-    kinds = sorted({f"{f.library} on {f.compute_capability}" for f in plan_files(root)})
-    return f" (it has some for {', '.join(kinds)})" if kinds else ""
+    """Return the part of an error message that lists the sets of plan files in a bundle."""
+    kinds = sorted(
+        {f"{f.library} on compute capability {f.compute_capability}" for f in plan_files(root)}
+    )
+    return f" (it has plan files for {', '.join(kinds)})" if kinds else ""

@@ -1,10 +1,11 @@
-"""Acceptance: which draft tokens a round keeps. Pure functions, all of them exact.
+"""Acceptance: decide which draft tokens a round keeps.
 
-Where it sits: after the target verified a `Tree`, before anything is committed (docs/method.md,
-section 4). p is the target's distribution at a node, from `sampling.target_probs`; q is the one
-that a node's children were sampled from. The result is distributed as p, whatever the draft.
+These functions run after the target has verified a `Tree` and before anything is committed
+(docs/method.md, section 4). They have no state, and they are exact: the result is distributed as p,
+whatever the draft proposed.
 
-Letters: V target vocabulary.
+Letters: p target distribution at a node (from `sampling.target_probs`), q distribution from which a
+node's children were sampled, V target vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ Floats = NDArray[np.floating]
 class Accepted:
     """The outcome of one round: len(path) + 1 new tokens.
 
-    path: accepted node indices from the root's child downwards; the root is not in it.
+    path: indices of the accepted nodes, from the root's child downwards, without the root.
     token: the one token that comes from the target itself (correction or bonus).
     """
 
@@ -34,9 +35,10 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Settled:
-    """An accepted path, up to the last token that plain decoding would have computed bit for bit.
+    """An accepted path, cut after the last token that is bit-identical to plain decoding.
 
-    path, token: as in `Accepted`. carried: accepted tokens behind `token`, to be verified again.
+    path, token: as in `Accepted`.
+    carried: accepted tokens that follow `token` and must be verified again.
     """
 
     path: tuple[int, ...]
@@ -45,12 +47,13 @@ class Settled:
 
 
 def settle(tree: Tree, accepted: Accepted) -> Settled:
-    """Cuts a path at the first node that does not stand right behind its parent.
+    """Cut an accepted path at the first node that does not directly follow its parent.
 
-    Nodes 1, 2, 3 .. fill the slots that plain decoding fills, so their rows have the same bits. A
-    node behind a gap is chosen by such a row, but its own row sums over other slots and may round
-    otherwise: what that row chose is almost certain, so it is carried into the next round as a
-    chain in front of the tree, and committed by the row it gets there.
+    Nodes 1, 2, 3, ... fill the cache slots that plain decoding fills, so their rows are
+    bit-identical to plain decoding. The first node after a gap was still chosen by such a row and
+    becomes `token`. Its own row, however, sums over other slots and may round differently. The
+    tokens chosen from there on are almost certainly right, so they are carried into the next round
+    as a chain in front of the tree, and are committed based on the rows they get there.
     """
     path = accepted.path
     exact = next((i for i, node in enumerate(path) if node != i + 1), len(path))
@@ -62,9 +65,10 @@ def settle(tree: Tree, accepted: Accepted) -> Settled:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What trying one node's children gave: a child, or what to draw from instead.
+    """The result of trying the children of one node.
 
-    instead: weights [V], not normalised; None with a child.
+    child: the accepted child, or None if all were rejected.
+    instead: if no child was accepted, the weights [V] to draw the token from, not normalized.
     """
 
     child: int | None
@@ -72,10 +76,10 @@ class _Step:
 
 
 def accept_by_token(tree: Tree, choose: Callable[[int], int]) -> Accepted:
-    """Walk down while the target's own token is a child: greedy and `coupled`.
+    """Walk down the tree while the target's own token is a child (greedy and `coupled`).
 
-    `choose(node)` returns the target's token after that node (argmax, or inverse CDF at u_t). It
-    must not depend on the tree; it is called for visited nodes only.
+    choose: returns the target's token after a node (the argmax, or the inverse CDF at u_t). Its
+    result must not depend on the tree. It is called for visited nodes only.
     """
     node = 0
     path: list[int] = []
@@ -91,11 +95,14 @@ def accept_by_token(tree: Tree, choose: Callable[[int], int]) -> Accepted:
 def accept_rejection(
     tree: Tree, target_p: Callable[[int], Float32s], rng: np.random.Generator
 ) -> Accepted:
-    """Speculative sampling over a tree (Leviathan et al., algorithm 1; several children each).
+    """Apply speculative sampling to a tree (`rejection` rule).
 
-    `target_p(node)` returns p float32 [V]; it is called for visited nodes only, once each, and
-    its array is not written. Nodes in `tree.q` had their children sampled from that q, in order
-    and without replacement; the others have deterministic candidates.
+    This is algorithm 1 of Leviathan et al., extended to several children per node. The children of
+    a node in `tree.q` must have been sampled from that q, in order and without replacement; those
+    of other nodes are deterministic candidates.
+
+    target_p: returns p float32 [V] of a node. It is called once for every visited node, and only
+    for those; the array is not modified.
     """
     node = 0
     path: list[int] = []
@@ -114,7 +121,10 @@ def accept_rejection(
 
 
 def _try_candidates(tree: Tree, node: int, p: Float32s, rng: np.random.Generator) -> _Step:
-    """Deterministic candidates: q is a point mass, so x is accepted with p(x), else removed."""
+    """Try deterministic candidates: accept x with probability p(x), otherwise remove it from p.
+
+    q is a point mass here, so min(1, p(x)/q(x)) = p(x).
+    """
     mass = _mass(p)
     rejected: list[int] = []
     for child in tree.children(node):
@@ -130,18 +140,23 @@ def _try_candidates(tree: Tree, node: int, p: Float32s, rng: np.random.Generator
     rest = p.copy()
     rest[[tree.token_list[child] for child in rejected]] = 0.0
     if not rest.any():
-        # The last one was all that p had left: its ratio is 1, and only rounding rejected it.
+        # The last rejected token had all the mass that was left. Its ratio is 1, so only rounding
+        # rejected it.
         return _Step(rejected[-1])
     return _Step(None, rest)
 
 
 def _try_samples(tree: Tree, node: int, p: Floats, q: Float32s, rng: np.random.Generator) -> _Step:
-    """Children sampled from q: accept x with min(1, p(x)/q(x)), else p becomes the residual."""
+    """Try sampled children: accept x with probability min(1, p(x)/q(x)).
+
+    After a rejection, p becomes the residual and x is removed from q.
+    """
     p_mass, q_mass = _mass(p), _mass(q)
     for child in tree.children(node):
         token = tree.token_list[child]
         if q[token] == 0.0:
-            # q, maybe drawn empty by now, cannot have given it: passing it over keeps the law p.
+            # This child cannot have been drawn from q (which may have no mass left). Skipping it
+            # keeps the result distributed as p.
             continue
         if rng.random() * (float(q[token]) / q_mass) < float(p[token]) / p_mass:
             return _Step(child)
@@ -152,12 +167,12 @@ def _try_samples(tree: Tree, node: int, p: Floats, q: Float32s, rng: np.random.G
 
 
 def _residual(p: Floats, p_mass: float, q: Float32s, q_mass: float) -> Floats:
-    """max(0, p - q) of the normalised p and q, float64 [V]: what p still needs after a rejection.
+    """Return max(0, p - q) of the normalized p and q, float64 [V]: the residual of a rejection.
 
-    No residual at all means p = q up to rounding: the draw had the law p already and was rejected
-    by rounding alone, so its replacement must have the law p too. That is the p of *this* step,
-    what the siblings before have left, and not the node's own p: that one would hand out again
-    the mass that their acceptance has already used.
+    If the residual is 0 everywhere, p is returned. p then equals q up to rounding: the draft token
+    was already distributed as p and only rounding rejected it, so its replacement must be
+    distributed as p too. This p is the one of *this* step, which earlier siblings have reduced. The
+    node's own p would assign again the mass that the acceptance of those siblings has already used.
     """
     rest = np.divide(p, p_mass, dtype=np.float64)
     rest -= np.divide(q, q_mass, dtype=np.float64)
@@ -166,7 +181,7 @@ def _residual(p: Floats, p_mass: float, q: Float32s, q_mass: float) -> Floats:
 
 
 def _without(q: Float32s, token: int) -> Float32s:
-    """q [V] as it is once `token` was drawn from it; not renormalised."""
+    """Return q [V] with `token` removed, not renormalized."""
     rest = q.copy()
     rest[token] = 0.0
     return rest

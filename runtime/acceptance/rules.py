@@ -1,6 +1,7 @@
 """The acceptance rule of a request: greedy, `coupled` or `rejection`, for any tree.
 
-Plain decoding is the same rule on a tree that is only its root, so both go through one code.
+Plain decoding applies the same rule to a tree that contains only the root, so both use the same
+code.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from eagle3.runtime.trees.tree import Tree
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of an emitted token under the target, before any warper; natural log.
+    """Natural log-probability of an emitted token under the target, before any warper.
 
-    top: the most likely (token id, log-probability) pairs, best first.
+    top: the most likely tokens as (token id, log-probability) pairs, best first.
     """
 
     token_id: int
@@ -40,14 +41,17 @@ class TokenLogprob:
 
 
 class LogitRows(Protocol):
-    """Logits by row of a call, float32 [V] each; only rows that a rule visits are looked at."""
+    """Logits of a target call by row, float32 [V] each. A rule reads only the rows it visits."""
 
     def __getitem__(self, row: int, /) -> Float32s: ...
 
 
 class RuleInput(Protocol):
-    """What a rule reads of a target call: the argmax of each row int64 [M], -1 where its logits are
-    NaN, and its logits, None unless they were asked for."""
+    """The outputs of a target call that a rule reads.
+
+    next_token: argmax of each row, int64 [M]; -1 if the row's logits are NaN.
+    logits: logits by row; None unless they were requested.
+    """
 
     @property
     def next_token(self) -> NDArray[np.int64]: ...
@@ -56,7 +60,11 @@ class RuleInput(Protocol):
 
 
 class AcceptanceRule:
-    """How one request turns target outputs into tokens (method section 4)."""
+    """Turns target outputs into tokens for one request (docs/method.md, section 4).
+
+    rng: the random generator of the `rejection` rule; drafters also sample from it.
+    want_logits: whether `accept` or `logprobs` needs the logits and not only the argmax.
+    """
 
     def __init__(
         self, params: SamplingParams, history: TokenHistory, num_logprobs: int | None
@@ -68,16 +76,19 @@ class AcceptanceRule:
 
     @property
     def draft_temperature(self) -> float | None:
-        """The temperature at which draft tokens may be sampled; None where that gains nothing."""
+        """The temperature for sampling draft tokens, or None for rules that gain nothing by it."""
         return None if self.token_exact else self._params.temperature
 
     @property
     def token_exact(self) -> bool:
-        """Whether the tokens themselves are promised not to depend on a draft."""
+        """Whether the rule guarantees that the tokens themselves do not depend on the draft."""
         return self._params.greedy or self._params.acceptance == "coupled"
 
     def accept(self, tree: Tree, output: RuleInput, past: int) -> Accepted:
-        """Walks the tree; its root stands at position `past`."""
+        """Walk the tree and return the accepted path and the target's token.
+
+        past: position of the root. Raises EngineError if the target's logits are NaN.
+        """
         if self._params.greedy:
             return accept_by_token(tree, lambda node: self._argmax(tree, output, node))
         if self._params.acceptance == "coupled":
@@ -94,7 +105,10 @@ class AcceptanceRule:
     def logprobs(
         self, tree: Tree, output: RuleInput, path: tuple[int, ...], token: int
     ) -> list[TokenLogprob] | None:
-        """Of the path's tokens and of `token` behind them, in order; None unless asked for."""
+        """Return the log-probabilities of the path's tokens, then of `token`.
+
+        Returns None unless log-probabilities were requested.
+        """
         if self._num_logprobs is None:
             return None
         assert output.logits is not None
@@ -115,9 +129,7 @@ class AcceptanceRule:
     def _argmax(self, tree: Tree, output: RuleInput, node: int) -> int:
         token = int(output.next_token[node])
         if token < 0:
-            raise EngineError(
-                "the target's logits are NaN; its weights or its precision are at fault"
-            )
+            raise EngineError("the target's logits are NaN; check its weights and its precision")
         if not self._params.edits_logits:
             return token
         assert output.logits is not None

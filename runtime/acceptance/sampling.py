@@ -1,8 +1,7 @@
-"""From a target's logits to a token: penalties, warpers, random numbers.
+"""From the target's logits to a token: penalties, warpers and random numbers.
 
-Where it sits: `target_probs` turns the logits of one node into the distribution p that plain and
-speculative decoding both draw from. There is no second warper anywhere, which is what makes the
-two agree (docs/method.md, section 4). `accept.py` consumes p.
+`target_probs` turns the logits of one node into the distribution p. Plain and speculative decoding
+both use this one function, so they agree (docs/method.md, section 4). `accept.py` consumes p.
 
 Letters: V target vocabulary, Vd draft vocabulary, C candidates left after a filter.
 """
@@ -19,18 +18,18 @@ from eagle3.runtime.params import SamplingParams
 Float32s = NDArray[np.float32]
 Int64s = NDArray[np.int64]
 
-_SORT_AT_ONCE = 4096  # values that top-p sorts without looking for a smaller bracket
-_MOST_BISECTIONS = 12  # more do not help: then the values tie
-_BLOCK = 512  # entries of p summed at once by the inverse CDF
-_UNIFORMS_PER_BLOCK = 256  # positions whose uniforms come from one Philox counter block
+_SORT_AT_ONCE = 4096  # number of values that top-p sorts without narrowing the bracket further
+_MOST_BISECTIONS = 12  # more do not help, because the remaining values tie
+_BLOCK = 512  # entries of p that the inverse CDF sums as one block
+_UNIFORMS_PER_BLOCK = 256  # positions that share one Philox counter block
 _COUPLED_STREAM, _REJECTION_STREAM = 1, 2  # second half of the Philox key
 
 
 class TokenHistory:
-    """The token ids that penalties see: prompt and committed output of ONE request.
+    """The token ids that penalties apply to: prompt and committed output of ONE request.
 
-    Owns three arrays of size V, allocated once and cleared per request in O(distinct ids), so no
-    state of one request reaches the next.
+    Owns three arrays of size V, which are allocated once. `reset` clears them in O(distinct ids),
+    so no state is shared between requests.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -41,12 +40,15 @@ class TokenHistory:
         self._num_ids = 0
 
     def reset(self, prompt_ids: Sequence[int] | Int64s) -> None:
-        """Start a request: forget everything, then see the prompt (RequestError if outside V)."""
+        """Start a request: clear the history and add the prompt.
+
+        Raises RequestError if a prompt id is outside the vocabulary.
+        """
         prompt = np.unique(np.asarray(prompt_ids, np.int64))
         if prompt.size and (prompt[0] < 0 or prompt[-1] >= self.vocab_size):
             bad = int(prompt[0] if prompt[0] < 0 else prompt[-1])
             raise RequestError(
-                f"the prompt holds token id {bad}, but the vocabulary has {self.vocab_size} "
+                f"the prompt contains token id {bad}, but the vocabulary has {self.vocab_size} "
                 f"tokens; allowed: 0 to {self.vocab_size - 1}"
             )
         self._seen[self.ids] = False
@@ -56,7 +58,7 @@ class TokenHistory:
         self._seen[prompt] = True
 
     def append(self, ids: Sequence[int] | Int64s) -> None:
-        """See newly committed output tokens."""
+        """Add newly committed output tokens."""
         for token in map(int, ids):
             assert 0 <= token < self.vocab_size, f"token {token} is outside the vocabulary"
             if not self._seen[token]:
@@ -67,24 +69,27 @@ class TokenHistory:
 
     @property
     def ids(self) -> Int64s:
-        """Distinct ids of prompt and output, int64 [n]; a view, overwritten by the next use."""
+        """Distinct ids of prompt and output, int64 [n]: a view that later updates overwrite."""
         return self._ids[: self._num_ids]
 
     def generated_counts(self, ids: Int64s) -> NDArray[np.int32]:
-        """How often each of `ids` was generated (the prompt does not count), int32 [n]."""
+        """Return how often each of `ids` was generated, int32 [n]; the prompt does not count."""
         return self._generated[ids]
 
 
 def edit_logits(
     logits: Float32s, history: TokenHistory, path_ids: Sequence[int], params: SamplingParams
 ) -> Float32s:
-    """Apply repetition, presence and frequency penalties, then the bias.
+    """Apply repetition, presence and frequency penalties, then the logit bias.
 
-    `logits` float32 [V] is never written; it is returned itself when nothing is active. `history`
-    holds all committed tokens (the root among them), `path_ids` the draft tokens from the root's
-    child down to the node. A token counts the same, to the bit, in either: that keeps plain and
-    speculative decoding equal. Repetition (Hugging Face's rule) sees prompt, output and path, each
-    token once; presence and frequency (OpenAI's rule) see output and path.
+    logits: float32 [V]; never modified, and returned itself if nothing is active.
+    history: all committed tokens, including the root.
+    path_ids: the draft tokens from the root's child down to the node.
+
+    A token has the same effect, bit for bit, in `history` and in `path_ids`. This keeps plain and
+    speculative decoding equal. The repetition penalty (Hugging Face's rule) counts prompt, output
+    and path, each token once; presence and frequency penalties (OpenAI's rule) count output and
+    path.
     """
     if not params.edits_logits:
         return logits
@@ -105,7 +110,10 @@ def edit_logits(
 
 
 def _penalised(values: Float32s, counts: NDArray[np.int32], params: SamplingParams) -> Float32s:
-    """Logits [n] of tokens that were seen, `counts` [n] of those times as output."""
+    """Return the penalized logits [n] of tokens that occurred before.
+
+    counts: int32 [n], how often each token occurred in the output.
+    """
     repetition = params.repetition_penalty
     if repetition != 1.0:
         with np.errstate(over="ignore"):
@@ -122,12 +130,12 @@ def _penalised(values: Float32s, counts: NDArray[np.int32], params: SamplingPara
 def target_probs(
     logits: Float32s, history: TokenHistory, path_ids: Sequence[int], params: SamplingParams
 ) -> Float32s:
-    """Turn one node's logits float32 [V] into its distribution p float32 [V], sum 1.
+    """Turn the logits float32 [V] of one node into its distribution p, float32 [V] with sum 1.
 
-    Order: `edit_logits`, temperature, top-k, top-p, min-p, softmax; each filter works on what the
-    filter before it left, renormalised. Tokens that tie at a boundary are all kept, so p never
-    depends on how something was sorted. Greedy gives all mass to the (lowest) argmax. Raises
-    EngineError on NaN, on +inf, and when no logit is finite.
+    The order is `edit_logits`, temperature, top-k, top-p, min-p, softmax. Each filter works on the
+    renormalized result of the filter before it. Tokens that tie at a boundary are all kept, so p
+    does not depend on a sort order. In greedy mode, the argmax (the lowest id, if tied) gets all
+    the mass. Raises EngineError if a logit is NaN or +inf, or if no logit is finite.
     """
     edited = edit_logits(logits, history, path_ids, params)
     peak = _finite_peak(edited)
@@ -145,7 +153,10 @@ def target_probs(
 
 
 def _finite_peak(logits: Float32s) -> np.float32:
-    """The largest logit; one pass sees NaN and +inf too, since max propagates both."""
+    """Return the largest logit. Raises EngineError if it is not finite.
+
+    One pass also detects NaN and +inf, because max propagates both.
+    """
     with np.errstate(invalid="ignore"):
         peak: np.float32 = logits.max()
     if np.isfinite(peak):
@@ -153,14 +164,14 @@ def _finite_peak(logits: Float32s) -> np.float32:
     num_nan, num_inf = int(np.isnan(logits).sum()), int(np.isposinf(logits).sum())
     what = "NaN" if num_nan else "+inf" if num_inf else "-inf everywhere"
     raise EngineError(
-        f"target logits are {what} ({num_nan} NaN and {num_inf} +inf of {logits.size}); no token "
-        "can be chosen. The target engine computed wrong numbers: check its precision, or export "
-        "it again"
+        f"target logits are {what} ({num_nan} NaN and {num_inf} +inf of {logits.size}), so no "
+        "token can be chosen. The target engine computed wrong values: check its precision, or "
+        "export it again"
     )
 
 
 def _warped(logits: Float32s, peak: np.float32, params: SamplingParams) -> Float32s:
-    """Temperature, top-p, min-p and softmax over [C] logits of which `peak` is the largest."""
+    """Apply temperature, softmax, top-p and min-p to logits [C]; `peak` is the largest logit."""
     p = _softmax(logits, peak, params.temperature)
     if params.top_p is not None and params.top_p < 1.0:
         p *= p >= _nucleus_threshold(p, params.top_p)
@@ -172,10 +183,14 @@ def _warped(logits: Float32s, peak: np.float32, params: SamplingParams) -> Float
 
 
 def _softmax(logits: Float32s, peak: np.float32, temperature: float) -> Float32s:
-    """Float32 softmax of [C] logits; subtracting the peak first keeps any temperature finite."""
+    """Return the float32 softmax of logits [C] at `temperature`.
+
+    The peak is subtracted first, so the result is finite at any temperature.
+    """
     p: Float32s = logits - peak
     if temperature != 1.0:
-        # Below float32's smallest normal number the result is the same: all mass on the peak.
+        # Temperatures below float32's smallest normal number give the same result as that number:
+        # all mass on the peak.
         with np.errstate(over="ignore"):
             p /= max(temperature, float(np.finfo(np.float32).tiny))
     np.exp(p, out=p)
@@ -184,13 +199,13 @@ def _softmax(logits: Float32s, peak: np.float32, temperature: float) -> Float32s
 
 
 def _nucleus_threshold(p: Float32s, top_p: float) -> np.float32:
-    """The smallest probability inside the smallest set of [C] whose mass reaches top_p.
+    """Return the smallest probability in the smallest set of p [C] whose mass reaches top_p.
 
-    Sorting a whole vocabulary costs milliseconds, so the boundary is bracketed first (bisection of
-    log p, by mass) and only what is left in the bracket is sorted.
+    Sorting a whole vocabulary takes milliseconds. Therefore the boundary is bracketed first
+    (bisection of log p, by mass), and only the values inside the bracket are sorted.
     """
     missing = top_p * float(p.sum(dtype=np.float64))
-    # What this drops holds at most half of 1 - top_p together, so the boundary is above it.
+    # The values dropped here add up to at most half of 1 - top_p, so the boundary is above them.
     rest = p[p >= 0.5 * (1.0 - top_p) / p.size]
     low, high = np.float32(rest.min()), np.nextafter(np.float32(rest.max()), np.float32(np.inf))
     num_from_low, num_from_high, mass_from_high = rest.size, 0, 0.0
@@ -211,10 +226,11 @@ def _nucleus_threshold(p: Float32s, top_p: float) -> np.float32:
 
 
 def sample_inverse_cdf(p: NDArray[np.floating], u: float) -> int:
-    """The token where the cumulative sum of p [V] passes u in [0, 1), as a python int.
+    """Return the token at which the cumulative sum of p [V] passes u in [0, 1), as a Python int.
 
-    Sums are float64; p need not be normalised. Never a token of probability 0, also for u next to
-    1. A large V is summed in blocks first: one cumulative sum over all of it is ten times slower.
+    Sums are float64 and p need not be normalized. A token of probability 0 is never returned, even
+    if u is next to 1. A large V is summed in blocks first, because one cumulative sum over all of
+    it is ten times slower.
     """
     if p.size <= _BLOCK:
         cumulative = np.cumsum(p, dtype=np.float64)
@@ -235,8 +251,11 @@ def _block_sums(p: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def _first_above(cumulative: NDArray[np.float64], target: float) -> int:
-    """First index whose sum exceeds target; where rounding left none, the last that added mass."""
-    assert cumulative[-1] > 0.0, "p holds no mass"
+    """Return the first index whose sum exceeds `target`.
+
+    If rounding leaves no such index, return the last index that added mass.
+    """
+    assert cumulative[-1] > 0.0, "p has no mass"
     index = int(cumulative.searchsorted(target, side="right"))
     if index < cumulative.size:
         return index
@@ -244,20 +263,21 @@ def _first_above(cumulative: NDArray[np.float64], target: float) -> int:
 
 
 class CoupledUniforms:
-    """u_t of the `coupled` rule: one number per (seed, position), whatever was asked before.
+    """The numbers u_t of the `coupled` rule: a function of seed and position only.
 
-    Philox4x64 with key (seed, 1); positions 256 b to 256 b + 255 are the first 256 words at
-    counter word 1 = b, and u = (word >> 11) * 2**-53. So the text depends on the seed alone, not
-    on the drafter nor on how many tokens a round accepted.
+    The generator is Philox4x64 with key (seed, 1). Positions 256 b to 256 b + 255 use the first 256
+    words at counter word 1 = b, and u = (word >> 11) * 2**-53. The result does not depend on
+    earlier calls, so neither the drafter nor the number of tokens that a round accepts changes the
+    text.
     """
 
     def __init__(self, seed: int) -> None:
         self._key = np.array([seed, _COUPLED_STREAM], np.uint64)
-        self._block = -1  # the block held below: positions of a round are neighbours
+        self._block = -1  # the cached block; the positions of a round are neighbors
         self._uniforms: list[float] = []
 
     def uniform(self, position: int) -> float:
-        """The number in [0, 1) for the token at this sequence position (>= 0)."""
+        """Return the number in [0, 1) for the token at sequence position `position` (>= 0)."""
         block, offset = divmod(position, _UNIFORMS_PER_BLOCK)
         if block != self._block:
             counter = np.array([0, block, 0, 0], np.uint64)
@@ -268,13 +288,16 @@ class CoupledUniforms:
 
 
 def rejection_rng(seed: int) -> np.random.Generator:
-    """The generator of the `rejection` rule: Philox with key (seed, 2), its own stream."""
+    """Return the generator of the `rejection` rule: Philox with key (seed, 2), its own stream."""
     key = np.array([seed, _REJECTION_STREAM], np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def log_softmax(logits: Float32s) -> Float32s:
-    """Float32 log-probabilities over the last axis of [..., V]; a row with NaN or +inf is NaN."""
+    """Return float32 log-probabilities over the last axis of logits [..., V].
+
+    A row that contains NaN or +inf becomes NaN.
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         shifted: Float32s = logits - logits.max(axis=-1, keepdims=True)
         shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -282,9 +305,10 @@ def log_softmax(logits: Float32s) -> Float32s:
 
 
 def draft_probs(logits: Float32s, temperature: float) -> Float32s | None:
-    """The q float32 [Vd] that sampled draft tokens are drawn from; temperature above 0.
+    """Return the distribution q float32 [Vd] from which draft tokens are sampled.
 
-    None when any logit is NaN or infinite: the tree ends there, the request goes on.
+    temperature: above 0. Returns None if any logit is NaN or infinite; the tree then ends there,
+    but the request continues.
     """
     if not np.isfinite(logits).all():
         return None

@@ -1,6 +1,7 @@
-"""A bundle in numbers, for `eagle3 plan check`: from its manifest alone, without torch.
+"""The sizes of a bundle's target and head, for `eagle3 plan check`.
 
-A manifest lists files, so bytes are exact; what it does not say is worked out, and `notes` say so.
+They come from the manifest alone, without torch. File sizes are exact; what the manifest does not
+contain is derived, and `notes` name it.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import DRAFT_ENGINES, HEAD_METHODS, TargetInfo, engine_name
 from eagle3.runtime.errors import PlanError
 
-# Mixtures, by the name of their class: how many experts a token runs is not in a manifest.
+# Mixtures of experts, by class name. The manifest does not contain the experts per token.
 _MIXTURES = re.compile("moe|mixtral|gptoss|dbrx|jamba|llama4|deepseek", re.IGNORECASE)
 _NOTES = (
-    "the manifest does not say whether lm_head is the embedding: they are counted as one, so a call"
-    " is reckoned slower by up to V * d weights",
-    "the MLP's width follows from the number of weights, and the number of heads from d / head_dim",
+    "the manifest does not contain whether lm_head is tied to the embedding: they are counted as"
+    " one, so a call may read up to V * d weights less than estimated",
+    "the MLP's width is derived from the number of weights, the number of heads from d / head_dim",
 )
-# Where an engine runs the plan of its bundle, another plan needs another export.
+# Fields of a plan that are fixed at export.
 _BAKED_IN = ("max_seq_len", "dtype", "lowering", "max_draft_tokens", "draft_weights")
 
 
 def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
-    """Target and first EAGLE head of a bundle.
+    """Return the facts of the target and of the first EAGLE head of a bundle.
 
-    Raises PlanError for a mixture of experts, and where other drafts are all there are.
+    Raises PlanError for a mixture of experts, and if the bundle has drafts but no EAGLE head.
     """
     manifest = bundle.manifest
     info, item = manifest.target, ITEM_BYTES[manifest.plan.dtype]
     if _MIXTURES.search(info.architecture):
         raise PlanError(
-            f"{info.architecture} is a mixture of experts, and a manifest does not say how many a"
-            " token runs: name the checkpoint's folder or id instead of the bundle"
+            f"{info.architecture} is a mixture of experts, and a manifest does not contain the"
+            " experts per token: pass the checkpoint's folder or id instead of the bundle"
         )
     target = _target(info, _weight_bytes(bundle, "target") // item)
     if not manifest.drafts:
@@ -43,28 +44,28 @@ def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
     heads = [name for name, each in manifest.drafts.items() if each.method in HEAD_METHODS]
     if not heads:
         raise PlanError(
-            f"{bundle.root} has the drafts {', '.join(manifest.drafts)}, and only EAGLE heads can"
-            " be reckoned with: name the target's checkpoint instead of the bundle, without a draft"
+            f"{bundle.root} has the drafts {', '.join(manifest.drafts)}, but only EAGLE heads can"
+            " be estimated: pass the target's checkpoint instead of the bundle, without --draft"
         )
     return target, _draft(bundle, heads[0], target)
 
 
 def differences(bundle: Bundle, plan: Plan) -> list[str]:
-    """What `plan` asks for that the bundle's graphs were not made for, one sentence each."""
+    """Return one sentence for each field of `plan` that the bundle was not exported with."""
     own = bundle.manifest.plan
     return [
-        f"the bundle has {name} {getattr(own, name)}, the plan {getattr(plan, name)}: it takes"
-        " another export"
+        f"the bundle was exported with {name} {getattr(own, name)}, the plan has"
+        f" {getattr(plan, name)}: this plan requires another export"
         for name in _BAKED_IN
         if getattr(own, name) != getattr(plan, name)
     ]
 
 
 def _weight_bytes(bundle: Bundle, engine: str) -> int:
-    """Of the file with an engine's large weights; those that it shares lie with another."""
+    """Return the size of an engine's weight file, without weights shared with another engine."""
     file = bundle.manifest.files.get(f"{bundle.manifest.engines[engine].file}.data")
     if file is None:
-        raise PlanError(f"{bundle.root}: {engine} has no file of weights to reckon with")
+        raise PlanError(f"{bundle.root}: {engine} has no weight file")
     return file.size
 
 
@@ -93,7 +94,7 @@ def _draft(bundle: Bundle, name: str, target: TargetFacts) -> DraftFacts:
     per_weight = matrix_bytes(1, info.weights, bundle.manifest.plan.dtype, info.hidden_size)
     fuses = "draft_fuse" in DRAFT_ENGINES[info.method]
     lm_head = info.draft_vocab_size * info.hidden_size
-    # An EAGLE-1/2 head's lm_head is the target's file, unless it is stored otherwise.
+    # An EAGLE-1/2 head reads the target's lm_head, unless its own is stored differently.
     own_lm_head = fuses or info.weights != "same"
     stored = round(_weight_bytes(bundle, engine_name(name, "draft")) / per_weight)
     fused = 0
@@ -101,7 +102,7 @@ def _draft(bundle: Bundle, name: str, target: TargetFacts) -> DraftFacts:
         fused = round(_weight_bytes(bundle, engine_name(name, "draft_fuse")) / per_weight)
     step = stored - (lm_head if own_lm_head else 0)
     attention = _attention(1, info.hidden_size, info.num_kv_heads, info.head_dim)
-    # EAGLE-3 attends over 2 d; the step of an EAGLE-1/2 head has its fc [d,2d] beside it.
+    # q, k and v of an EAGLE-3 head read 2 d; an EAGLE-1/2 step also contains its fc [d,2d].
     rows = _attention_rows(attention, 2 if fuses else 1) + (0 if fuses else 2 * info.hidden_size)
     return DraftFacts(
         name=f"{info.method} head",
@@ -122,11 +123,13 @@ def _attention(num_layers: int, hidden_size: int, num_kv_heads: int, head_dim: i
 
 
 def _mlp_width(layer_parameters: int, hidden_size: int, other_rows: int) -> int:
-    """I of a layer with a gated MLP: what all other matrices [rows,d] leave, over 3 d."""
+    """Return the width of a gated MLP: the weights left by all other matrices [rows,d],
+    over 3 d.
+    """
     return max(1, (layer_parameters // hidden_size - other_rows) // 3)
 
 
 def _attention_rows(attention: Attention, input_widths: int) -> int:
-    """Rows [.,d] of q, k and v, which read `input_widths` times d, and of o."""
+    """Return the rows [.,d] of q, k and v, which read `input_widths` times d, and of o."""
     queries, keys = attention.num_heads, attention.num_kv_heads
     return attention.head_dim * (input_widths * (queries + 2 * keys) + queries)

@@ -1,7 +1,4 @@
-"""What is inside a bundle, as data and in words: `eagle3 inspect`.
-
-Reads its manifest and what its plan files say of themselves; needs no engine package.
-"""
+"""A bundle described as data and in words, for `eagle3 inspect`. No engine package is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head", "model": "causa
 def describe(bundle: Bundle, plan_files: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return the manifest's facts as a JSON object, with sizes and caches in bytes.
 
-    plan_files: what `plans/tensorrt/plan_file_text.py` says of the bundle's plan files.
+    plan_files: its plan files, described by `plans/tensorrt/plan_file_text.py`.
     """
     manifest = bundle.manifest
     data = manifest.to_json()
@@ -61,17 +58,17 @@ def description_lines(bundle: Bundle, plan_files: Sequence[str] = ()) -> list[st
 
 
 def export_lines(bundle: Bundle) -> list[str]:
-    """What an export ends with: where, how large, and what was measured."""
+    """Return the lines printed after an export: location, size, and self-check."""
     return aligned([("bundle", _size_text(bundle)), *self_check_rows(bundle)])
 
 
 def size_bytes(bundle: Bundle) -> int:
-    """Of all files that the manifest lists."""
+    """Return the total size of all files that the manifest lists."""
     return sum(info.size for info in bundle.manifest.files.values())
 
 
 def engine_bytes(bundle: Bundle) -> dict[str, int]:
-    """Graph and weights of each engine; weights that two share count for the one they lie with."""
+    """Return the size of graph and weights per engine. Shared weights count for their owner."""
     files = bundle.manifest.files
     return {
         name: sum(info.size for file, info in files.items() if file.startswith(engine.file))
@@ -80,7 +77,7 @@ def engine_bytes(bundle: Bundle) -> dict[str, int]:
 
 
 def cache_bytes(bundle: Bundle) -> dict[str, int]:
-    """Keys and values of every layer, for one sequence of max_seq_len tokens."""
+    """Return the size of each KV cache, all layers, for one sequence of max_seq_len tokens."""
     plan, target = bundle.manifest.plan, bundle.manifest.target
     item = 2 * ITEM_BYTES[plan.dtype]
     caches = {
@@ -97,23 +94,23 @@ def cache_bytes(bundle: Bundle) -> dict[str, int]:
 
 
 def tree_text(tree: TreePlan) -> str:
-    """A tree plan in words."""
+    """Return a tree plan in words."""
     paths = tree.static_in_use
     if tree.static is not None and paths is not None:
         return (
-            f"static, {tree.static.name or 'of its own paths'}: up to {paths.top_k} a node,"
-            f" {paths.depth} levels, {paths.num_nodes} tokens are verified"
+            f"static, {tree.static.name or 'custom paths'}: up to {paths.top_k} children per node,"
+            f" {paths.depth} levels, {paths.num_nodes} tokens verified"
         )
     if tree.draft_top_k == 1:
-        return f"a chain of {tree.depth_in_use} draft tokens a round"
+        return f"chain of {tree.depth_in_use} draft tokens per round"
     return (
-        f"dynamic: top {tree.draft_top_k} a node, {tree.draft_depth} levels, the best"
-        f" {tree.num_draft_tokens} tokens are verified"
+        f"dynamic: top {tree.draft_top_k} per node, {tree.draft_depth} levels, best"
+        f" {tree.num_draft_tokens} tokens verified"
     )
 
 
 def as_text(size: int) -> str:
-    """Bytes with a unit, as file managers show them (1 MB = 10^6 bytes)."""
+    """Return a number of bytes with a unit (1 MB = 10^6 bytes)."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
@@ -121,7 +118,7 @@ def as_text(size: int) -> str:
 
 
 def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    """What export measured against PyTorch, and how often first draft tokens are accepted."""
+    """Yield the errors measured against PyTorch, and the acceptance of the first draft token."""
     drafts = {name: draft.checks for name, draft in bundle.manifest.drafts.items()}
     for name, check in {"target": bundle.manifest.self_check, **drafts}.items():
         if "skipped" in check:

@@ -1,8 +1,8 @@
-"""`manifest.json`: what a bundle says about itself, as frozen dataclasses.
+"""`manifest.json`, the description of a bundle, as frozen dataclasses.
 
-Export builds a `Manifest` and writes `to_json()`; `runtime.bundle` reads it back before anything
-is loaded. A field that is unknown, missing or of another type is a BundleError that names it by
-its dotted path (`target.vocab_size`): a manifest half understood is a wrong model in silence.
+Export writes `Manifest.to_json()`; `Bundle.open` reads it back before anything is loaded. A field
+that is unknown, missing or of another type raises BundleError with its dotted path
+(`target.vocab_size`), because a partly understood manifest would silently run a wrong model.
 """
 
 import re
@@ -20,22 +20,22 @@ SCHEMA_VERSION = 2
 
 DRAFT_ENGINES = {"eagle3": ("draft_fuse", "draft"), "eagle": ("draft",), "model": ("draft",)}
 """Draft method -> the engines it needs besides `target`. A head without `draft_fuse` reads the
-target's features as they are; a `model` reads tokens alone."""
+target's features directly; a `model` reads only tokens."""
 HEAD_METHODS = ("eagle3", "eagle")
-"""The methods that read the target's features and have a draft vocabulary of their own."""
+"""Methods that read the target's features and have their own draft vocabulary."""
 BUILT_IN_DRAFTERS = ("none", "lookup")
-"""Drafters that need no engine: every bundle has them."""
+"""Drafters that need no engine and are available in every bundle."""
 NO_DRAFT_NAMES = (*BUILT_IN_DRAFTERS, "target", "tokenizer", "chat_template")
-"""What no draft may be called: other files of a bundle begin so."""
+"""Names that a draft cannot have, because names of other files in a bundle begin with them."""
 
 
 def engine_name(draft: str, role: str) -> str:
-    """The engine of one of a bundle's drafts; role: one of its method's DRAFT_ENGINES."""
+    """Return the name of a draft's engine. role: one of DRAFT_ENGINES of its method."""
     return f"{draft}.{role}"
 
 
 def target_ids_name(draft: str) -> str:
-    """The file that maps a head's draft ids to the target's ids."""
+    """Return the name of the file that maps a head's draft ids to the target's ids."""
     return f"{draft}.target_ids.npy"
 
 
@@ -56,19 +56,20 @@ TensorDtype = Annotated[
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The target model: what sizes its caches and the draft's inputs."""
+    """The target model: the sizes of its caches and of the draft's inputs."""
 
     architecture: NonEmptyText
     vocab_size: Count
-    """V: rows of the embedding, so every id of a prompt is below it."""
+    """V: rows of the embedding. Every id of a prompt is below it."""
     hidden_size: Count
     num_layers: Count
     num_kv_heads: Count
     head_dim: Count
     max_position_embeddings: Count
     aux_layer_ids: tuple[Index, ...]
-    """HF `hidden_states` indices that are put out, low to high: what the heads fuse, together.
-    Index num_layers is the final hidden after the last norm."""
+    """`hidden_states` indices (transformers) that the target outputs, low to high: the union of
+    the layers that the heads fuse. Index num_layers is the final hidden state after the last norm.
+    """
     feature_size: Index
     """Width of the `features` output: len(aux_layer_ids) * hidden_size."""
     source: NonEmptyText
@@ -76,7 +77,7 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class Convention:
-    """How one ambiguity of draft checkpoints was resolved, and what decided it."""
+    """How one ambiguity of a draft checkpoint was resolved, and what decided it."""
 
     value: Any
     source: NonEmptyText
@@ -96,21 +97,21 @@ class DraftInfo:
     head_dim: Count
     draft_vocab_size: Count
     aux_layer_ids: tuple[Index, ...]
-    """The target's `hidden_states` that it fuses, in its order; empty unless it is a head."""
+    """`hidden_states` indices of the target that the head fuses, in its order; empty for an LM."""
     weights: DraftWeights
-    """How its matrices are stored: as the plan's dtype says, or as int8 with scales."""
+    """Storage of its matrices: "same" for the plan's dtype, or "int8" with scales."""
     tree: TreePlan
-    """The tree a request gets when it does not ask for another."""
+    """The default tree of a request."""
     conventions: Mapping[str, Convention]
     checks: Mapping[str, Any]
-    """Results of the checks that export made on the checkpoint, for the reader of the manifest."""
+    """Results of the checks that the export made, for readers of the manifest."""
     command: NonEmptyText
-    """What put it into the bundle."""
+    """The command that added the draft to the bundle."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output of an engine; a symbolic dimension is a name."""
+    """An input or output of an engine. A symbolic dimension is a string."""
 
     name: NonEmptyText
     dtype: TensorDtype
@@ -119,7 +120,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """One compiled graph and its signature."""
+    """An engine's graph file and its signature."""
 
     file: NonEmptyText
     inputs: tuple[TensorSpec, ...]
@@ -128,7 +129,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Size in bytes and SHA-256 of one file of the bundle."""
+    """Size in bytes and SHA-256 of a file of the bundle."""
 
     size: Index
     sha256: Sha256
@@ -136,19 +137,19 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Tokenizer and chat template files, and the ids and texts that they need."""
+    """Tokenizer and chat template files, and the token ids and strings that they use."""
 
     file: NonEmptyText
     chat_template: NonEmptyText | None
     eos_token_ids: tuple[Index, ...]
     bos_token_id: Index | None
     special_tokens: Mapping[str, str]
-    """`bos_token` and the like -> text, as the chat template sees them."""
+    """Name (`bos_token`, ...) -> text, the variables of the chat template."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What the target's generation config recommends; None where it says nothing."""
+    """Recommendations of the target's generation config; None where it has none."""
 
     eos_token_ids: tuple[Index, ...]
     temperature: float | None = None
@@ -160,7 +161,7 @@ class GenerationDefaults:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of `manifest.json`, less `format` and `schema_version`."""
+    """The content of `manifest.json`, without `format` and `schema_version`."""
 
     created_by: Mapping[str, str]
     """Tool -> version."""
@@ -168,22 +169,24 @@ class Manifest:
     plan: Plan
     target: TargetInfo
     drafts: Mapping[str, DraftInfo]
-    """Drafter -> its draft; the one that is used by default first. Empty: plain decoding only."""
+    """Drafter name -> draft, the default first. Empty if only plain decoding is available."""
     engines: Mapping[str, EngineInfo]
     files: Mapping[str, FileInfo]
-    """Path relative to the folder, with `/` -> the file; every file of the bundle but this one."""
+    """Path relative to the bundle, with `/` -> file: every file except the manifest itself."""
     tokenizer: TokenizerInfo
     generation: GenerationDefaults
     self_check: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that `from_json` reads."""
+        """Return the JSON object that `from_json` reads."""
         head = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
         return {**head, **plain(self)}
 
     @classmethod
     def from_json(cls, data: object) -> "Manifest":
-        """Read a manifest; BundleError for another format or version, or a field amiss."""
+        """Read a manifest. Raises BundleError for another format or version, or an
+        invalid field.
+        """
         body = _without_head(json_object(data, "manifest"))
         manifest: Manifest = read(cls, body, "")
         _check_engines(manifest)
@@ -196,12 +199,12 @@ class Manifest:
 
     @property
     def draft(self) -> DraftInfo | None:
-        """The draft that is used by default; None in a bundle without one."""
+        """The default draft, or None if the bundle has none."""
         return next(iter(self.drafts.values()), None)
 
 
 def _without_head(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` less its format and version, which are checked before any other field."""
+    """Return `data` without format and version, which are checked before any other field."""
     if data.get("format") != FORMAT:
         raise BundleError(f"manifest's format is {data.get('format')!r}, not {FORMAT!r}")
     version = data.get("schema_version")
@@ -214,12 +217,12 @@ def _without_head(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_draft_name(name: str) -> bool:
-    """Whether a draft may be called so; engines and files of the bundle begin with it."""
+    """Return whether a draft can have this name. Names of its engines and files begin with it."""
     return bool(re.fullmatch("[a-z][a-z0-9_-]{0,63}", name)) and name not in NO_DRAFT_NAMES
 
 
 def _check_engines(manifest: Manifest) -> None:
-    """Methods must be known, and each engine that they run must be there."""
+    """Raise BundleError unless all methods are known and all of their engines are listed."""
     needed = ["target"]
     for name, info in manifest.drafts.items():
         if not is_draft_name(name):
@@ -242,7 +245,7 @@ def _check_engines(manifest: Manifest) -> None:
 
 
 def _check_eos(manifest: Manifest) -> None:
-    """An EOS that the target cannot produce would never end a text."""
+    """Raise BundleError for an EOS id that the target cannot produce: it would never end a text."""
     vocab_size = manifest.target.vocab_size
     for field in ("tokenizer", "generation"):
         beyond = [i for i in getattr(manifest, field).eos_token_ids if i >= vocab_size]
@@ -254,7 +257,7 @@ def _check_eos(manifest: Manifest) -> None:
 
 
 def _check_references(manifest: Manifest) -> None:
-    """Every file that another field names must be listed in `files`, with its size and hash."""
+    """Raise BundleError unless `files` lists every file that another field names."""
     named = {f"engines.{name}.file": engine.file for name, engine in manifest.engines.items()}
     named["tokenizer.file"] = manifest.tokenizer.file
     if manifest.tokenizer.chat_template is not None:
@@ -265,13 +268,12 @@ def _check_references(manifest: Manifest) -> None:
     for field, file in named.items():
         if file not in manifest.files:
             raise BundleError(
-                f"{field} is {file!r}, which `files` does not list: the file is foreign to this"
-                " bundle; export it again"
+                f"{field} is {file!r}, which `files` does not list: export the bundle again"
             )
 
 
 def _check_features(manifest: Manifest) -> None:
-    """What the target puts out for the heads."""
+    """Raise BundleError unless the features that the target outputs are consistent."""
     target = manifest.target
     beyond = [i for i in target.aux_layer_ids if i > target.num_layers]
     if beyond:
@@ -289,13 +291,13 @@ def _check_features(manifest: Manifest) -> None:
 
 
 def _check_draft(manifest: Manifest, name: str) -> None:
-    """The draft must fit the target that it was exported for, and its tree the engines."""
+    """Raise BundleError unless a draft fits its target, and its tree fits the engines."""
     target, draft, where = manifest.target, manifest.drafts[name], f"drafts.{name}"
     missing = [i for i in draft.aux_layer_ids if i not in target.aux_layer_ids]
     if missing or bool(draft.aux_layer_ids) != (draft.method in HEAD_METHODS):
         raise BundleError(
             f"{where}.aux_layer_ids is {[*draft.aux_layer_ids]}, but its method is {draft.method}"
-            f" and the target puts out hidden_states {[*target.aux_layer_ids]}: export the bundle"
+            f" and the target outputs hidden_states {[*target.aux_layer_ids]}: export the bundle"
             " again"
         )
     width = len(draft.aux_layer_ids) * target.hidden_size

@@ -1,7 +1,7 @@
-"""Frozen dataclasses to JSON and back, strictly: the manifest's reader and writer.
+"""Strict conversion between frozen dataclasses and JSON, used for the manifest.
 
-A field that is unknown, missing or of another type is a BundleError that names it by its dotted
-path (`target.vocab_size`). `hint` is a field's type, `where` its path.
+A field that is unknown, missing or of another type raises BundleError with its dotted path
+(`target.vocab_size`). `hint` is the type of a field, `where` its path.
 """
 
 import math
@@ -17,14 +17,16 @@ from eagle3.runtime.errors import BundleError, PlanError
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on one value, for `Annotated`; `says` completes "... is X, not ..."."""
+    """A condition on a value, used in `Annotated`. `says` completes the message "X is
+    1, not ...".
+    """
 
     says: str
     holds: Callable[[Any], bool]
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, mappings and tuples as dicts and lists."""
+    """Return dataclasses, mappings and tuples as dicts and lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -35,7 +37,7 @@ def plain(value: Any) -> Any:
 
 
 def read(hint: Any, value: object, where: str) -> Any:
-    """`value` as `hint`, read strictly; BundleError names `where`."""
+    """Return `value` as type `hint`. Raises BundleError that names the field `where`."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -76,7 +78,7 @@ def _read_plan(cls: type[Plan] | type[TreePlan], value: object, where: str) -> P
 
 
 def _read_union(options: tuple[Any, ...], value: object, where: str) -> Any:
-    """The first option whose JSON type fits; None only where it is an option."""
+    """Read the first option whose JSON type fits; None only if it is an option."""
     if value is None and NoneType in options:
         return None
     rest = [option for option in options if option is not NoneType]

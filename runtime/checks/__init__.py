@@ -1,5 +1,6 @@
-"""Checks that a user runs: losslessness of a bundle, and what a machine can run.
+"""Checks that a user runs: whether a bundle is lossless, and what a machine can run.
 
-`verify`, its statistical tests and `doctor` belong here; they use the engine as any caller does.
-The self-check of an export, which compares engines with PyTorch, is in `export/checks`.
+This package holds `eagle3 verify` with its statistical tests, and `eagle3 doctor`. Both use the
+public API of the engine. The self-check of an export, which compares engines with PyTorch, is in
+`export/checks`.
 """

@@ -1,4 +1,4 @@
-"""Pearson's chi-square test of counts against a distribution, without scipy."""
+"""Pearson's chi-square test of counts against a distribution, implemented without scipy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_EXPECTED = 5.0  # below it the statistic is not chi-square: such cells are pooled
+MIN_EXPECTED = 5.0  # cells that expect fewer draws are pooled: their statistic is not chi-square
 
 _EPSILON = 1e-15
-_TINY = 1e-300  # stands for a zero denominator in Lentz's method
+_TINY = 1e-300  # replaces a zero denominator in Lentz's method
 
 
 def p_value(counts: NDArray[np.int64], p: NDArray[np.floating]) -> tuple[float, int]:
-    """(p-value, cells) of `counts` [V] if they were drawn from `p` [V], not normalised.
+    """Return (p-value, number of cells) of a test that `counts` [V] were drawn from `p` [V].
 
-    Cells that expect fewer than MIN_EXPECTED draws are pooled. A draw of probability 0 has the
-    p-value 0; a distribution of one cell has nothing to test and the p-value 1.
+    `p` need not be normalized. Cells that expect fewer than MIN_EXPECTED draws are pooled. If a
+    token of probability 0 was drawn, the p-value is 0. If only one cell is left, there is nothing
+    to test and the p-value is 1.
     """
     expected = p.astype(np.float64) * (counts.sum() / p.sum(dtype=np.float64))
     if counts[expected == 0.0].any():
@@ -30,10 +31,11 @@ def p_value(counts: NDArray[np.int64], p: NDArray[np.floating]) -> tuple[float, 
 
 
 def survival(statistic: float, degrees: int) -> float:
-    """P(X >= statistic) of a chi-square variable X: Q(degrees / 2, statistic / 2).
+    """Return P(X >= statistic) for a chi-square variable X: Q(degrees / 2, statistic / 2).
 
-    Q is the regularized upper incomplete gamma function: one minus the series of P where that
-    converges fast, else the continued fraction (Abramowitz & Stegun 6.5.29 and 6.5.31).
+    Q is the regularized upper incomplete gamma function. It is computed as one minus the series of
+    P where that series converges fast, and as a continued fraction otherwise (Abramowitz & Stegun
+    6.5.29 and 6.5.31).
     """
     a, x = degrees / 2, statistic / 2
     if x <= 0.0:
@@ -47,7 +49,10 @@ def survival(statistic: float, degrees: int) -> float:
 def _pooled(
     counts: NDArray[np.int64], expected: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Observed and expected per cell; the rare cells are one, with another's help if need be."""
+    """Return the observed and expected counts per cell, with all rare cells pooled into one.
+
+    If the pooled cell is still too small, the smallest of the other cells is added to it.
+    """
     order = np.argsort(-expected, kind="stable")
     num_whole = int((expected >= MIN_EXPECTED).sum())
     rare = float(expected[order[num_whole:]].sum())
@@ -61,7 +66,7 @@ def _pooled(
 
 
 def _series(a: float, x: float) -> float:
-    """Sum over k of x^k / (a (a+1) ... (a+k)); times the scale it is P(a, x)."""
+    """Return the sum over k of x^k / (a (a+1) ... (a+k)), which is P(a, x) / scale."""
     term = total = 1.0 / a
     k = a
     while term > total * _EPSILON:
@@ -72,7 +77,7 @@ def _series(a: float, x: float) -> float:
 
 
 def _fraction(a: float, x: float) -> float:
-    """The continued fraction of Q(a, x) over the scale, by the modified method of Lentz."""
+    """Return the continued fraction of Q(a, x) / scale, by the modified method of Lentz."""
     b = x + 1.0 - a
     c, d = 1.0 / _TINY, 1.0 / b
     value, change, k = d, 0.0, 0

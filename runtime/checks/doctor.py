@@ -1,7 +1,8 @@
-"""What this machine can run and what it lacks: `eagle3 doctor`. Imports nothing heavy.
+"""`eagle3 doctor`: report what this machine can run and what is missing.
 
-Packages are looked up by their metadata; only onnxruntime is imported, if it is there, because
-its providers say what it was built for. The NVIDIA driver is asked through its own library.
+Packages are looked up by their metadata. Only onnxruntime is imported, if it is installed, because
+only the module itself can list its execution providers. The NVIDIA driver is queried through its
+own library, libcuda.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SMI_TIMEOUT_S = 10
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. advice: what to do about it; None where nothing is amiss."""
+    """The result of one check. advice: what to do about a problem; None if there is none."""
 
     name: str
     value: str
@@ -38,18 +39,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was found, and what follows from it."""
+    """All findings, and whether this machine can run and export bundles."""
 
     can_run: bool
     can_export: bool
     findings: tuple[Finding, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The findings in words, the conclusion last."""
+        """Return the findings as lines of text, followed by the conclusion."""
         width = max(len(each.name) for each in self.findings)
         lines = []
         for each in self.findings:
@@ -60,20 +61,20 @@ class Diagnosis:
 
     @property
     def conclusion(self) -> str:
-        """What can be done here, in a sentence."""
+        """One sentence about what this machine can do."""
         able = ["run bundles"] * self.can_run + ["export"] * self.can_export
         return f"this machine can {' and '.join(able) or 'neither run bundles nor export'}"
 
 
 def diagnose() -> Diagnosis:
-    """Looks at this machine; never raises for what it finds."""
+    """Examine this machine. A missing or broken component is a finding, not an exception."""
     engine, can_run = _onnxruntime()
     export, can_export = _export()
     return Diagnosis(
         can_run=can_run,
         can_export=can_export,
         findings=(
-            Finding("eagle3", installed("eagle3") or "not installed, run from its folder"),
+            Finding("eagle3", installed("eagle3") or "not installed, running from its folder"),
             Finding("python", platform.python_version()),
             Finding("numpy", installed("numpy") or "missing"),
             engine,
@@ -81,14 +82,14 @@ def diagnose() -> Diagnosis:
             _tensorrt(),
             _gpu(),
             _cuda(),
-            Finding("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used"),
+            Finding("cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} available"),
             Finding("memory", _memory()),
         ),
     )
 
 
 def installed(package: str) -> str | None:
-    """The version of a distribution; None if it is not installed."""
+    """Return the version of an installed distribution, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -96,7 +97,10 @@ def installed(package: str) -> str | None:
 
 
 def nvidia_smi() -> str | None:
-    """Name, memory and driver of each GPU as nvidia-smi gives them; None if it does not."""
+    """Return name, memory and driver version of each GPU, as nvidia-smi prints them.
+
+    Returns None if nvidia-smi is missing, fails or does not answer in time.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -110,7 +114,7 @@ def nvidia_smi() -> str | None:
 
 
 def _onnxruntime() -> tuple[Finding, bool]:
-    """The engine package and whether it can be used."""
+    """Check the onnxruntime package; the second value is True if it can be used."""
     from eagle3.runtime.ort.ort_library import import_onnxruntime
 
     names = ("onnxruntime", "onnxruntime-gpu")
@@ -124,8 +128,8 @@ def _onnxruntime() -> tuple[Finding, bool]:
     advice = None
     if len(found) > 1:
         advice = (
-            "onnxruntime and onnxruntime-gpu both own the module `onnxruntime` and overwrite each "
-            "other: pip uninstall both, then install 'eagle3[cpu]' or 'eagle3[gpu]'"
+            "onnxruntime and onnxruntime-gpu both install the module `onnxruntime` and overwrite "
+            "each other: uninstall both, then install either 'eagle3[cpu]' or 'eagle3[gpu]'"
         )
     return Finding("onnxruntime", value, advice), True
 
@@ -142,13 +146,13 @@ def _export() -> tuple[Finding, bool]:
     if not missing:
         return Finding("export", have), True
     value = f"{have + '; ' if have else ''}missing: {', '.join(missing)}"
-    return Finding("export", value, "to export: pip install 'eagle3[export]'"), False
+    return Finding("export", value, "to export bundles: pip install 'eagle3[export]'"), False
 
 
 def _tensorrt() -> Finding:
     if name := _first_installed(_TENSORRT_PACKAGES):
         return Finding("tensorrt", f"{name} {installed(name)}")
-    return Finding("tensorrt", "not installed (only TensorRT engines need it)")
+    return Finding("tensorrt", "not installed (only required for TensorRT plan files)")
 
 
 def _first_installed(names: Sequence[str]) -> str | None:
@@ -156,24 +160,28 @@ def _first_installed(names: Sequence[str]) -> str | None:
 
 
 def cuda_driver() -> tuple[str, bool]:
-    """The NVIDIA driver in words, and whether it starts with a GPU. Asked directly: a Jetson may
-    have no nvidia-smi."""
+    """Describe the NVIDIA driver; the second value is True if it can use a GPU.
+
+    libcuda is called directly, because a Jetson may not have nvidia-smi.
+    """
     try:
         library = ctypes.CDLL("libcuda.so.1")
         version, count = ctypes.c_int(0), ctypes.c_int(0)
         library.cuDriverGetVersion(ctypes.byref(version))
         code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
-        return "no driver (libcuda.so.1)", False
-    name = f"a driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+        return "NVIDIA driver not found (libcuda.so.1)", False
+    name = f"NVIDIA driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     if code != 0 or count.value == 0:
-        return f"{name}, which starts no GPU (error {code})", False
+        return f"{name}, but no usable GPU (error {code})", False
     return f"{name}, {count.value} GPU{'s' * (count.value > 1)}", True
 
 
 def _cuda() -> Finding:
-    """What `--device cuda` needs: a driver with a GPU, something that runs engines there, the
-    bindings, NVRTC."""
+    """Check what `--device cuda` requires.
+
+    That is a driver with a GPU, a library that runs engines on it, cuda-bindings and NVRTC.
+    """
     driver, starts = cuda_driver()
     names = {
         "TensorRT or onnxruntime-gpu": _first_installed((*_TENSORRT_PACKAGES, "onnxruntime-gpu")),
@@ -182,12 +190,12 @@ def _cuda() -> Finding:
     }
     have = [f"{name} {installed(name)}" for name in names.values() if name]
     missing = [what for what, name in names.items() if name is None]
-    value = "; ".join([driver, ", ".join(have)] if have else [driver])
+    value = f"{driver}; installed: {', '.join(have)}" if have else driver
     if not starts:
         return Finding("device cuda", f"no: {value}")
     if missing:
         advice = (
-            f"for --device cuda, {' and '.join(missing)}: pip install 'eagle3[gpu]', or"
+            f"--device cuda requires {' and '.join(missing)}: pip install 'eagle3[gpu]', or"
             " 'eagle3[tensorrt]', or 'eagle3[tensorrt-rtx]' and then --no-deps tensorrt-rtx-cu13"
         )
         return Finding("device cuda", f"no: {value}; missing: {', '.join(missing)}", advice)
@@ -198,7 +206,7 @@ def _gpu() -> Finding:
     if gpus := nvidia_smi():
         return Finding("gpu", gpus)
     if _DRIVER.is_file():
-        return Finding("gpu", "an NVIDIA driver is loaded, but nvidia-smi shows no GPU")
+        return Finding("gpu", "none listed by nvidia-smi, but an NVIDIA driver is loaded")
     return Finding("gpu", "none (no NVIDIA driver)")
 
 
@@ -210,4 +218,4 @@ def _memory() -> str:
         )
     except (OSError, KeyError, ValueError):
         return "unknown"
-    return f"{total:.1f} GiB, {free:.1f} GiB of it available"
+    return f"{total:.1f} GiB total, {free:.1f} GiB available"

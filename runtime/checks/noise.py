@@ -1,4 +1,7 @@
-"""How far wide and narrow calls of the same engine differ: its rounding noise."""
+"""Measure an engine's rounding noise: how much wide and narrow calls of it differ.
+
+`verify.py` uses the noise to tell a near-tie, which rounding may flip, from a real divergence.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from eagle3.runtime.acceptance.sampling import (
 from eagle3.runtime.engine import Engine
 from eagle3.runtime.trees.tree import Tree
 
-_NOISE_WINDOWS = 4  # wide calls that are compared with narrow ones
-_NOISE_TOP = 16  # most likely tokens of a row that are compared: only they can tie
+_NOISE_WINDOWS = 4  # number of wide calls that are compared with narrow ones
+_NOISE_TOP = 16  # most likely tokens compared per row: only these can tie
 
 
 def measure_noise(engine: Engine, text: Sequence[int], num_rows: int) -> float:
-    """Return max |difference of log p| between calls of `num_rows` tokens and of one token.
+    """Return the largest difference of a log-probability between wide and narrow calls.
 
-    Both run over `text`; only the most likely tokens of each row are compared.
+    A wide call has `num_rows` tokens (fewer if the engine's limit is lower), a narrow call has one.
+    Both run over `text` (token ids), and only the most likely tokens of each row are compared.
     """
     target, worst = engine.target, 0.0
     width = min(num_rows, target.max_verify_rows)
@@ -41,8 +45,10 @@ def measure_noise(engine: Engine, text: Sequence[int], num_rows: int) -> float:
 
 
 def measure_draft_noise(engine: Engine, prompt: Sequence[int], max_new_tokens: int) -> float:
-    """As `measure_noise`, where the target's calls are out of reach: between the greedy text behind
-    `prompt` decoded plainly and with the draft, as far as they are one text.
+    """Return the noise of an engine whose target cannot be called directly, as on a GPU.
+
+    Decodes the greedy continuation of `prompt` (token ids) plainly and with the default drafter,
+    and returns the largest difference of a log-probability up to the first token that differs.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "logprobs": _NOISE_TOP}
     plain, drafted = (

@@ -1,9 +1,9 @@
-"""Chi-square tests of the `rejection` rule on a bundle: real logits, real proposals, many walks.
+"""Chi-square tests of the `rejection` rule with a bundle's real logits and proposals.
 
-In a few contexts the target runs a tree that a drafter really proposed. The acceptance walk is
-then repeated with other random numbers, and the tokens it commits must follow the target's own
-distribution p (method section 4), whatever was proposed: the first token p of the root, and the
-token behind an accepted child the p of that child.
+In a few contexts, the target verifies a tree that a drafter proposed. The acceptance walk is then
+repeated many times with different random numbers. Whatever was proposed, the committed tokens must
+follow the target's own distribution p (method section 4): the first token follows p of the root,
+and the token after an accepted child follows p of that child.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from eagle3.runtime.trees.tree import Tree
 TEMPERATURE = 1.0
 SIGNIFICANCE = 1e-4  # of all tests of a run together
 
-_MIN_SECOND = 500  # walks through a child that make a test of the token behind it
+_MIN_SECOND = 500  # walks through a child that are needed to test the token after it
 
 
 @dataclass(frozen=True)
 class RejectionCheck:
-    """One test. context: index of the prompt; token: 1 = the first committed one, 2 = the next."""
+    """The result of one chi-square test.
+
+    context: index of the prompt. token: 1 for the first committed token, 2 for the second.
+    """
 
     drafter: str
     tree: TreePlan
@@ -50,16 +53,18 @@ class RejectionCheck:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A verified tree and the target's p float32 [V] at each of its nodes."""
+    """A verified tree, and the target's distribution p, float32 [V], at each of its nodes."""
 
     tree: Tree
     p: Sequence[Float32s]
 
     def drawn(self, rng: np.random.Generator) -> tuple[Tree, int | None]:
-        """The tree of one walk, and which of the root's children keep a known p: None is all.
+        """Return the tree of one walk, and the only first token after which p is known.
 
-        Deterministic candidates stay. A sampled chain is drawn again from its own q, as the
-        drafter would, for as long as it repeats the chain whose q are known.
+        The token is None if p is known after every child of the root. Deterministic candidates
+        stay as they are. A sampled chain is drawn again from its own q, as the drafter would do;
+        it ends at the first token that differs from the original chain, because q is unknown
+        after that token.
         """
         if not self.tree.q:
             return self.tree, None
@@ -81,30 +86,33 @@ def check_rejection(
     num_walks: int,
     report: Callable[[str], None],
 ) -> tuple[RejectionCheck, ...]:
-    """All tests of one drafter: every context (token ids) with every tree."""
+    """Run all tests of one drafter: every context (token ids) with every tree.
+
+    num_walks: acceptance walks per context and tree. report: called once per tree.
+    """
     checks: list[RejectionCheck] = []
     for tree in trees:
         for index, ids in enumerate(contexts):
             proposal = _propose(engine, drafter, tree, ids)
             for token, (walks, cells, p) in _tests(proposal, num_walks):
                 checks.append(RejectionCheck(drafter, tree, index, token, walks, cells, p))
-        report(f"rejection, {drafter}, tree {tree_name(tree)}: {len(contexts)} contexts walked")
+        report(f"rejection, {drafter}, tree {tree_name(tree)}: contexts done: {len(contexts)}")
     return tuple(checks)
 
 
 def tree_name(tree: TreePlan) -> str:
-    """A tree in short: top-k, depth, tokens; in front of them the name of a static one."""
+    """Return a short name of a tree: top-k, depth and tokens, preceded by a static tree's name."""
     sizes = f"{tree.draft_top_k},{tree.draft_depth},{tree.num_draft_tokens}"
     return sizes if tree.static is None else f"{tree.static.name or tree.policy} {sizes}"
 
 
 def significant(checks: Sequence[RejectionCheck]) -> list[RejectionCheck]:
-    """The tests that fail, corrected by Bonferroni for their number."""
+    """Return the tests that fail, with a Bonferroni correction for the number of tests."""
     return [each for each in checks if each.p_value * len(checks) < SIGNIFICANCE]
 
 
 def _propose(engine: Engine, name: str, plan: TreePlan, ids: Sequence[int]) -> _Proposal:
-    """Prefills a context, lets the drafter propose behind it, and verifies: one round's start."""
+    """Prefill a context, let the drafter propose a tree after it, and verify that tree."""
     prompt = np.asarray(ids, np.int64)
     target, params = engine.target, SamplingParams(temperature=TEMPERATURE)
     drafter = engine.drafter(name)
@@ -125,7 +133,10 @@ def _propose(engine: Engine, name: str, plan: TreePlan, ids: Sequence[int]) -> _
 
 
 def _tests(proposal: _Proposal, num_walks: int) -> Iterator[tuple[int, tuple[int, int, float]]]:
-    """(which token, (walks, cells, p-value)) of one proposal; nothing for a tree of its root."""
+    """Yield (which token, (walks, cells, p-value)) for each test of one proposal.
+
+    Yields nothing if the tree consists of its root only.
+    """
     if proposal.tree.num_draft_tokens == 0:
         return
     first, behind = _walk(proposal, num_walks)
@@ -136,15 +147,15 @@ def _tests(proposal: _Proposal, num_walks: int) -> Iterator[tuple[int, tuple[int
 
 
 def _walk(proposal: _Proposal, num_walks: int) -> tuple[list[int], Mapping[int, list[int]]]:
-    """First tokens of all walks; second tokens of those that accepted a child, by child."""
+    """Return the first tokens of all walks, and the second tokens by accepted child node."""
     first: list[int] = []
     behind: dict[int, list[int]] = {}
     p = proposal.p
     for seed in range(num_walks):
         rng = rejection_rng(seed)
         tree, known = proposal.drawn(rng)
-        # A chain that was drawn anew ends in a token the target never saw there: what is committed
-        # behind it is not looked at, so the p of the node it replaces serves.
+        # A redrawn chain can end in a token that the target did not see there. The p of the node
+        # it replaces is then used, because what is committed after that token is not tested.
         result = accept.accept_rejection(tree, p.__getitem__, rng)
         tokens = [*(tree.token_list[node] for node in result.path), result.token]
         first.append(tokens[0])

@@ -1,9 +1,12 @@
-"""`eagle3 verify`: do a bundle's drafters leave the target's text alone? (method section 4)
+"""`eagle3 verify`: check that no drafter of a bundle changes the target's output.
 
-Greedy and `coupled` decoding must give plain decoding's tokens, one for one, with every drafter
-and tree; `rejection` must follow the target's distribution (`rejection_check`). Where a wide call
-and narrow calls round differently a near-tie may flip: that noise is measured here too, and in
-less than float32, or on a GPU, a divergence within it is reported but is no failure.
+The rules that it checks are those of section 4 of the method.
+Greedy and `coupled` decoding must produce exactly the tokens of plain decoding, with every drafter
+and tree. `rejection` must follow the target's distribution (`rejection_check.py`).
+
+A wide call and narrow calls may round differently, which can flip a near-tie. This noise is
+measured too (`noise.py`). Below float32, or on a GPU, a divergence within the noise is reported but
+is not a failure.
 """
 
 from __future__ import annotations
@@ -36,24 +39,26 @@ MAX_NEW_TOKENS = 128
 NUM_WALKS = 20_000
 WIDE = TreePlan(draft_top_k=4, draft_depth=4, num_draft_tokens=10)
 CHAIN = TreePlan(draft_top_k=1, draft_depth=3, num_draft_tokens=3)
-# How each rule that promises the same tokens is asked for; the seed is the prompt's index.
+# Request options of each rule that guarantees equal tokens; the seed is the prompt's index.
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "coupled": {"temperature": 0.8, "acceptance": "coupled"},
 }
 
-_NUM_CONTEXTS = 3  # of the chi-square tests
-_OTHER_TREES_EVERY = 4  # prompts; a tree that is not the main one runs on every fourth
+_NUM_CONTEXTS = 3  # prompts used by the chi-square tests
+_OTHER_TREES_EVERY = 4  # trees other than the main one run on every fourth prompt only
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token that differs from plain decoding; None where one text had ended.
+    """The first token that differs from plain decoding.
 
-    margin: how near plain decoding was to another token. Greedy: its two best logits apart;
-    `coupled`: the uniform number from the edge of its token's interval of the CDF.
+    plain_token, draft_token: None if that text had already ended. margin: how close plain decoding
+    was to choosing another token; None if unknown. For greedy, it is the difference of the two
+    largest logits; for `coupled`, the distance of the uniform random number from the edge of the
+    token's interval of the CDF.
     """
 
     prompt: int
@@ -66,7 +71,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class EqualityCheck:
-    """One drafter, rule and tree on all prompts."""
+    """The comparison with plain decoding for one drafter, rule and tree.
+
+    num_prompts, num_tokens: the prompts that ran, and the tokens of plain decoding on them.
+    """
 
     drafter: str
     rule: str
@@ -78,14 +86,17 @@ class EqualityCheck:
 
     @property
     def passed(self) -> bool:
-        """No divergence that the engine's noise does not explain."""
+        """True if the engine's noise explains every divergence."""
         return all(each.within_noise for each in self.divergences)
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All that was checked. noise: the largest difference of a log-probability between one wide
-    target call and narrow ones. device: "cpu" or "cuda", where `rejection` stays empty."""
+    """The results of all checks.
+
+    device: "cpu" or "cuda"; `rejection` is empty on "cuda". noise: the largest difference of a
+    log-probability between wide and narrow target calls.
+    """
 
     dtype: str
     device: str
@@ -96,34 +107,35 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Everything held."""
+        """True if every check passed."""
         return all(each.passed for each in self.equality) and not significant(self.rejection)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         return {"passed": self.passed, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """The report in words."""
+        """Return the report as lines of text."""
         where = "" if self.device == "cpu" else f" on {self.device}"
         lines = [
-            f"{self.dtype}{where}, up to {self.max_new_tokens} new tokens; one wide call differs"
-            f" from narrow ones by {self.noise:.1e} (log-probability)"
+            f"{self.dtype}{where}, up to {self.max_new_tokens} new tokens; log-probabilities of"
+            f" wide and narrow calls differ by at most {self.noise:.1e}",
+            "(tree: top-k, depth, number of draft tokens)",
         ]
         for each in self.equality:
             lines += _equality_lines(each)
         lines += _rejection_lines(self.rejection)
         if self.device != "cpu":
             lines.append(
-                "rejection not tested on cuda, where the same code walks the tree on the host:"
-                " `eagle3 verify --device cpu` tests it"
+                "rejection was not tested on cuda, which runs the same acceptance code on the"
+                " host; use `eagle3 verify --device cpu` to test it"
             )
         return [*lines, f"verify: {'passed' if self.passed else 'FAILED'}"]
 
 
 @dataclass(frozen=True)
 class _Plain:
-    """Plain decoding's tokens of every prompt, under one rule."""
+    """The tokens of plain decoding for every prompt, under one rule."""
 
     rule: str
     options: Mapping[str, Any]
@@ -140,20 +152,21 @@ def verify(
     num_walks: int = NUM_WALKS,
     report: Report = lambda _: None,
 ) -> VerifyReport:
-    """Checks every drafter of the engine's bundle against plain decoding, and `rejection`.
+    """Check every drafter of the engine's bundle against plain decoding, and the `rejection` rule.
 
-    tree: in the plan's place, as the one that every prompt runs with. num_walks: acceptance walks
-    of each chi-square context. report: told of every prompt done. Raises RequestError for a prompt
-    that the engine refuses, PlanError for a tree.
+    max_new_tokens: maximum length of each answer. tree: the tree that every prompt runs with; None
+    for the drafter's own. num_walks: acceptance walks per chi-square context. report: receives a
+    line of progress after every prompt. Raises RequestError for a prompt that the engine rejects,
+    or if there are no prompts, and PlanError for a tree that the bundle cannot run.
     """
-    engine.plan.override(tree=tree)  # what it refuses is said before the long work
+    engine.plan.override(tree=tree)  # raises before the long work if the tree does not fit
     on_host = engine.device is None
     drafters = [name for name in engine.drafters if name != "none"]
     if engine.device is not None:
         for drafter in drafters:
             engine.device.check_tree(_trees(engine, drafter, tree)[0][0])
     if not prompts:
-        raise RequestError("there are no prompts to verify on: give at least one")
+        raise RequestError("there are no prompts to verify with: give at least one")
     chat = engine.chat_template is not None
     encoded = [engine.encode(prompt, chat=chat) for prompt in prompts]
     plains = [_decode_plain(engine, rule, encoded, max_new_tokens, report) for rule in RULES]
@@ -190,15 +203,15 @@ def verify(
 def _trees(
     engine: Engine, drafter: str, asked: TreeRequest | None, *more: TreePlan
 ) -> list[tuple[TreePlan, int]]:
-    """The tree asked for, or the drafter's own, for every prompt, and others for some, cut to what
-    the bundle can verify.
+    """Return pairs (tree, n): the tree runs on every n-th prompt.
 
-    (tree, n): it runs on every n-th prompt. None twice.
+    The first one, with n = 1, is the tree `asked` for or else the drafter's own. The trees in
+    `more` follow, cut to the number of tokens that the bundle can verify, unless they equal it.
     """
     own = engine.default_tree(drafter)
     main = own if asked is None else replace(engine.plan, tree=own).override(tree=asked)
     limit = engine.plan.max_draft_tokens
-    if engine.device is not None:  # whose draft grows one tree, or the first of its nodes
+    if engine.device is not None:  # a GPU draft can grow its own tree only, or fewer of its nodes
         more = (replace(main, num_draft_tokens=-(-main.num_draft_tokens // 2)),)
     cut = [replace(each, num_draft_tokens=min(each.num_draft_tokens, limit)) for each in more]
     return [(main, 1), *((each, _OTHER_TREES_EVERY) for each in cut if each != main)]
@@ -259,7 +272,7 @@ def _divergence(
     position = next((i for i, (a, b) in pairs if a != b), shorter)
     margin = allowed = None
     if position < shorter and plain.rule == "greedy":
-        # Both logits of the margin may be off by the noise.
+        # Each of the two logits may be off by the noise.
         margin, allowed = _greedy_margin(engine, plain, index, position), 2 * noise
     elif position < shorter:
         # A log-probability off by e moves a sum of probabilities by a factor of at most exp(2e/T).
@@ -281,7 +294,7 @@ def _divergence(
 
 
 def _greedy_margin(engine: Engine, plain: _Plain, index: int, position: int) -> float | None:
-    """The two best logits of plain decoding at `position`, apart."""
+    """Return the difference of the two largest logits of plain decoding at `position`."""
     options = {**plain.options, "max_new_tokens": position + 1}
     result = engine.generate(
         plain.prompts[index], drafter="none", seed=index, logprobs=2, **options
@@ -293,7 +306,7 @@ def _greedy_margin(engine: Engine, plain: _Plain, index: int, position: int) -> 
 
 
 def _coupled_margin(engine: Engine, plain: _Plain, index: int, position: int) -> float:
-    """How far the uniform number is from leaving the interval of plain decoding's token."""
+    """Return the distance of the uniform number from the edge of the plain token's CDF interval."""
     text = plain.prompts[index] + plain.tokens[index][:position]
     logits = engine.next_logits(text)
     params = SamplingParams(temperature=RULES["coupled"]["temperature"])
@@ -330,10 +343,10 @@ def _rejection_lines(checks: Sequence[RejectionCheck]) -> list[str]:
         worst = min(group, key=lambda each: each.p_value)
         lines.append(
             f"rejection {drafter}, tree {tree_name(tree)}: {len(group)} chi-square tests, smallest"
-            f" p {worst.p_value:.2g} (of {len(checks)} tests together, {worst.num_walks} walks)"
+            f" p-value {worst.p_value:.2g} ({worst.num_walks} walks; {len(checks)} tests in total)"
         )
         lines += [
-            f"  context {each.context + 1}, token {each.token}: p {each.p_value:.1e} over"
+            f"  context {each.context + 1}, token {each.token}: p-value {each.p_value:.1e} over"
             f" {each.num_cells} cells: FAILURE"
             for each in group
             if each in failed

@@ -1,4 +1,4 @@
-"""The drafter contract: what proposes a tree, and what the round loop tells it.
+"""The drafter protocol, between drafters and the round loop.
 
 The loop does not know which drafter it runs (method section 1).
 """
@@ -19,11 +19,11 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What one round asks for.
+    """The request of a round to a drafter.
 
-    root: the last committed token. tree: budget of the round, already cut to what still fits.
-    temperature and rng are set when the draft's tokens may be sampled, which pays under the
-    `rejection` rule; otherwise candidates must not depend on chance.
+    root: the last committed token. tree: the budget of the round, already cut to the remaining
+    context and tokens. temperature and rng are set if draft tokens may be sampled, which increases
+    acceptance under the `rejection` rule; otherwise candidates must not depend on random numbers.
     """
 
     root: int
@@ -35,43 +35,47 @@ class DraftRequest:
 class Drafter(Protocol):
     """Proposes trees for one sequence at a time.
 
-    proposes: False for one that never does, so that its rounds are plain decoding.
+    proposes: False for a drafter that never proposes, so that its rounds are plain decoding.
     """
 
     name: str
     proposes: bool
 
     def reset(self) -> None:
-        """Forgets the sequence."""
+        """Discard the sequence."""
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
-        """Learns of committed tokens [R] that the target ran, with their features [R,F].
+        """Record committed tokens [R] that the target has run, with their features [R,F].
 
         Both are views that the caller overwrites afterwards.
         """
 
     def rewind(self, num_tokens: int) -> None:
-        """Forgets the newest observed tokens; they are observed again, perhaps others."""
+        """Discard the newest observed tokens. They, or others in their place, are
+        observed again.
+        """
 
     def propose(self, request: DraftRequest) -> Tree:
-        """A tree under request.root, of at most request.tree.num_draft_tokens nodes."""
+        """Return a tree under request.root with at most request.tree.num_draft_tokens draft
+        tokens.
+        """
 
 
 class NoDrafter:
-    """Plain autoregressive decoding: the tree is its root."""
+    """Plain autoregressive decoding: the tree is only its root."""
 
     name = "none"
     proposes = False
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def rewind(self, num_tokens: int) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def propose(self, request: DraftRequest) -> Tree:
-        """The root alone."""
+        """Return the root alone."""
         return Tree.root_only(request.root)

@@ -1,4 +1,4 @@
-"""How a draft draws the tokens of a sampled chain (method section 4, `rejection`)."""
+"""Sampling of the draft tokens of a chain (method section 4, `rejection`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from eagle3.runtime.drafters.base import DraftRequest, Int64s
 def draw(
     logits: Float32s, request: DraftRequest, vocab_size: int, target_ids: Int64s | None = None
 ) -> tuple[int, Float32s] | None:
-    """A token of the target's vocabulary and the q float32 [V] it was drawn from.
+    """Return a token of the target's vocabulary and the distribution q, float32 [V], it was
+    sampled from.
 
-    logits float32 [Vd]; target_ids [Vd]: the target's id of every draft id, by default the same.
-    None where the logits are no numbers.
+    logits: float32 [Vd]. target_ids: the target's id of every draft id, [Vd]; None if they are
+    equal. Returns None if the logits contain NaN or Inf.
     """
     assert request.temperature is not None and request.rng is not None
     probs = draft_probs(logits, request.temperature)

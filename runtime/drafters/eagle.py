@@ -1,6 +1,7 @@
-"""EAGLE heads: one extends its cache by committed rows, then grows a tree from its own output.
+"""EAGLE heads: extend the draft's cache by committed rows, then grow a tree from its own output.
 
-EAGLE-1/2 and EAGLE-3 draft alike; what they differ in, `DraftEngine` and its graphs hide.
+EAGLE-1/2 and EAGLE-3 heads draft in the same way; `DraftEngine` and its graphs hide the
+differences.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from eagle3.runtime.trees.tree import Tree
 
 
 class EagleDrafter:
-    """A tree of deterministic candidates, or a sampled chain (method sections 2 and 3).
+    """Proposes a tree of deterministic candidates, or a sampled chain (method sections 2 and 3).
 
     A row pairs the features of position i with the token of position i + 1, so the newest row
-    waits until its token is known: rows are pending until the next `propose`, or until they would
+    waits until its token is known. Rows are pending until the next `propose`, or until they would
     overflow the engine's buffers.
 
-    name: the drafter's, in its bundle. target_ids [Vd] int64: the target's id of every draft id.
-    vocab_size: V, the target's. growth: over `engine`'s cache, grows in one call the trees it can.
+    name: the drafter's name in the bundle. target_ids: int64 [Vd], the target's id of every draft
+    id. vocab_size: V of the target. growth: an engine over the cache of `engine` that grows the
+    trees it supports in one call.
     """
 
     proposes = True
@@ -47,12 +49,12 @@ class EagleDrafter:
         self._next_ids = np.zeros(engine.max_rows, np.int64)
 
     def reset(self) -> None:
-        """Forgets all rows, run and pending."""
+        """Discard all rows, both run and pending."""
         self._engine.reset()
         self._pending = 0
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
-        """Files rows; the token of the newest pending one is tokens[0]."""
+        """Append rows. tokens[0] is the token of the newest pending row."""
         assert features is not None, "an EAGLE head needs the target's features"
         count = len(tokens)
         if self._pending:
@@ -65,13 +67,15 @@ class EagleDrafter:
         self._pending = end
 
     def rewind(self, num_tokens: int) -> None:
-        """Drops rows, pending ones first. The newest row left keeps its token: it was committed."""
+        """Drop rows, pending ones first. The newest remaining row keeps its token, which was
+        committed.
+        """
         dropped = min(num_tokens, self._pending)
         self._pending -= dropped
         self._engine.num_rows -= num_tokens - dropped
 
     def propose(self, request: DraftRequest) -> Tree:
-        """Grows the tree of this round under request.root."""
+        """Grow the tree of this round under request.root."""
         assert self._pending, "nothing was observed since the last proposal"
         self._next_ids[self._pending - 1] = request.root
         sampled = request.temperature is not None and request.tree.draft_top_k == 1
@@ -83,12 +87,14 @@ class EagleDrafter:
         return self._tree(request)
 
     def _extend(self, top_k: int, want_logits: bool) -> DraftOutput:
-        """Runs the pending rows; what comes back is of the newest one."""
+        """Run the pending rows and return the output of the newest one."""
         count, self._pending = self._pending, 0
         return self._engine.extend(self._next_ids[:count], top_k, want_logits)
 
     def _tree(self, request: DraftRequest) -> Tree:
-        """The static tree (EAGLE-1), or expand and rerank (EAGLE-2); one engine call a level."""
+        """Grow a static tree (EAGLE-1), or expand and rerank (EAGLE-2), with one engine call per
+        level.
+        """
         top_k = min(request.tree.top_k_in_use, self._engine.draft_vocab_size)
         tree = tree_builder(request.root, request.tree, top_k)
         out = self._extend(top_k, want_logits=False)
@@ -107,7 +113,7 @@ class EagleDrafter:
         return tree.finish()
 
     def _sampled_chain(self, request: DraftRequest) -> Tree:
-        """A chain whose tokens are drawn from q, which the tree carries for the acceptance."""
+        """Return a chain of tokens sampled from q, which the tree carries for acceptance."""
         tokens: list[int] = []
         q: dict[int, Float32s] = {}
         out = self._extend(1, want_logits=True)

@@ -1,4 +1,4 @@
-"""Prompt lookup: the text itself as a draft. No engine, no features, no model."""
+"""Prompt lookup: the text itself is the draft. It needs no engine, no features and no model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from eagle3.runtime.drafters.base import DraftRequest, Int64s
 from eagle3.runtime.trees.tree import Tree
 
 MAX_NGRAM = 8
-"""The longest match that is looked for, root included."""
+"""The longest match that is searched for, root included."""
 
 
 class LookupDrafter:
-    """Proposes what followed the longest earlier match of the newest tokens, as a chain.
+    """Proposes, as a chain, what followed the longest earlier match of the newest tokens.
 
-    Nothing is proposed where even the root is new to the text. The chain is deterministic, so
-    `rejection` takes it as point masses (method section 4).
+    Nothing is proposed if even the root is new in the text. The chain is deterministic, so
+    `rejection` treats its tokens as point masses (method section 4).
     """
 
     name = "lookup"
@@ -27,30 +27,30 @@ class LookupDrafter:
         self._index = NgramIndex(MAX_NGRAM)
 
     def reset(self) -> None:
-        """Forgets the text."""
+        """Discard the text."""
         self._index.clear()
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
-        """Appends to the text."""
+        """Append tokens to the text."""
         for token in tokens.tolist():
             self._index.append(token)
 
     def rewind(self, num_tokens: int) -> None:
-        """Drops the newest tokens of the text."""
+        """Drop the newest tokens of the text."""
         self._index.drop(num_tokens)
 
     def propose(self, request: DraftRequest) -> Tree:
-        """The continuation of the match that ends in request.root."""
+        """Return the continuation of the match that ends in request.root."""
         tokens = self._index.continuation(request.root, request.tree.depth_in_use)
         return Tree.chain(request.root, tokens)
 
 
 class NgramIndex:
-    """A text and, of every n-gram in it up to `max_ngram`, where it last ended.
+    """A text and, for every n-gram in it up to `max_ngram`, the position where it last ended.
 
-    The newest of several matches wins: what was said last is likeliest to be repeated, and one
-    place an n-gram is all that is kept, so that neither a token nor a look-up costs more in a long
-    text than in a short one. What a place replaced is kept too, so `drop` undoes `append` exactly.
+    Of several matches the newest wins, because recent text is most likely to repeat. Only one
+    position per n-gram is kept, so that neither appending nor a lookup costs more in a longer
+    text. The positions that were replaced are kept too, so that `drop` undoes `append` exactly.
     """
 
     def __init__(self, max_ngram: int) -> None:
@@ -58,13 +58,14 @@ class NgramIndex:
         self.clear()
 
     def clear(self) -> None:
-        """The empty text."""
+        """Discard the text."""
         self._text: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}  # n-gram -> index of its last token
-        self._replaced: list[tuple[int | None, ...]] = []  # by token: the place before, by length
+        # per token: the replaced positions, by n-gram length
+        self._replaced: list[tuple[int | None, ...]] = []
 
     def append(self, token: int) -> None:
-        """One more token."""
+        """Append one token."""
         self._text.append(token)
         end = len(self._text) - 1
         before = []
@@ -74,7 +75,7 @@ class NgramIndex:
         self._replaced.append(tuple(before))
 
     def drop(self, num_tokens: int) -> None:
-        """The text without its newest tokens, as if they had never been there."""
+        """Drop the newest tokens, as if they had never been appended."""
         assert num_tokens <= len(self._text)
         for _ in range(num_tokens):
             for ngram, before in zip(self._ending_here(), self._replaced.pop(), strict=True):
@@ -85,9 +86,10 @@ class NgramIndex:
             self._text.pop()
 
     def continuation(self, token: int, num_tokens: int) -> list[int]:
-        """What would follow `token` behind the text; [] if the text never had that token.
+        """Return what would follow `token` after the text; [] if the text does not contain the
+        token.
 
-        A copy that reaches the end of the text goes on with itself, as a text in a loop does.
+        A copy that reaches the end of the text continues with itself, as a repeating text does.
         """
         self._text.append(token)
         found = next((n for n in self._ending_here()[::-1] if n in self._newest), None)
@@ -101,6 +103,6 @@ class NgramIndex:
         return copied
 
     def _ending_here(self) -> list[tuple[int, ...]]:
-        """The n-grams that end with the text, shortest first."""
+        """Return the n-grams that end the text, shortest first."""
         newest = tuple(self._text[-self._max_ngram :])
         return [newest[start:] for start in range(len(newest) - 1, -1, -1)]

@@ -1,8 +1,8 @@
-"""Vanilla speculative decoding: an independent small LM of the same vocabulary drafts.
+"""Vanilla speculative decoding: an independent small LM with the same vocabulary drafts.
 
-Its cache holds rows of a text. Whatever of them still agrees with the committed text stays,
-accepted draft tokens of a chain included, and the rest is run in the next `propose`: so it makes
-no difference which tokens this drafter proposed itself.
+Its cache holds rows of a text. Rows that agree with the committed text are kept, including
+accepted draft tokens of a chain; the rest is run in the next `propose`. It therefore makes no
+difference which tokens this drafter proposed itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from eagle3.runtime.trees.tree import Tree
 
 
 class ModelDrafter:
-    """A tree of deterministic candidates, or a chain (method sections 2 and 3).
+    """Proposes a tree of deterministic candidates, or a chain (method sections 2 and 3).
 
-    name: the drafter's, in its bundle. vocab_size: V, the target's.
+    name: the drafter's name in the bundle. vocab_size: V of the target.
     """
 
     proposes = True
@@ -37,14 +37,16 @@ class ModelDrafter:
         self._observed = 0
 
     def reset(self) -> None:
-        """Forgets the text and all rows."""
+        """Discard the text and all rows."""
         self._engine.reset()
         self._observed = 0
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
-        """Takes note of the tokens [R]; they are run when enough of them wait, or are needed."""
+        """Record the tokens [R]. They are run when enough of them are pending, or when they are
+        needed.
+        """
         end = self._observed + len(tokens)
-        # A padding row of the target's vocabulary may be beyond this model's.
+        # A padding id of the target's vocabulary can be beyond this model's.
         last = self._engine.draft_vocab_size - 1
         np.minimum(tokens, last, out=self._text[self._observed : end])
         self._observed = end
@@ -52,24 +54,28 @@ class ModelDrafter:
             self._catch_up(end, 1, False)
 
     def rewind(self, num_tokens: int) -> None:
-        """Forgets the newest tokens of the text; their rows go if others take their place."""
+        """Drop the newest tokens of the text. Their rows are dropped when other tokens replace
+        them.
+        """
         self._observed -= num_tokens
 
     def propose(self, request: DraftRequest) -> Tree:
-        """Runs what is new of the text, then grows the tree of this round under request.root."""
+        """Run the new part of the text, then grow the tree of this round under request.root."""
         self._text[self._observed] = min(request.root, self._engine.draft_vocab_size - 1)
         if request.tree.draft_top_k == 1:
             return self._chain(request)
         return self._tree(request)
 
     def _num_agreeing(self, count: int) -> int:
-        """How many rows of the cache are those of the text's first `count` tokens."""
+        """Return how many rows of the cache agree with the first `count` tokens of the text."""
         count = min(count, self._engine.num_rows)
         differ = np.flatnonzero(self._rows[:count] != self._text[:count])
         return int(differ[0]) if differ.size else count
 
     def _catch_up(self, count: int, top_k: int, want_logits: bool) -> Candidates:
-        """Brings the cache to the text's first `count` tokens; candidates of the last one."""
+        """Extend the cache to the first `count` tokens of the text; return candidates of the last
+        one.
+        """
         engine = self._engine
         engine.num_rows = min(self._num_agreeing(count), count - 1)
         while engine.num_rows < count:
@@ -80,8 +86,9 @@ class ModelDrafter:
         return out
 
     def _tree(self, request: DraftRequest) -> Tree:
-        """A static tree, or EAGLE-2's expand and rerank by the model's own probabilities; one call
-        a level."""
+        """Grow a static tree, or expand and rerank (EAGLE-2) by the model's probabilities, with
+        one engine call per level.
+        """
         engine = self._engine
         top_k = min(request.tree.top_k_in_use, engine.draft_vocab_size)
         tree = tree_builder(request.root, request.tree, top_k)
@@ -93,9 +100,10 @@ class ModelDrafter:
         return tree.finish()
 
     def _chain(self, request: DraftRequest) -> Tree:
-        """A chain of the likeliest tokens, or of drawn ones with the q that they were drawn from.
+        """Return a chain of the most likely tokens, or of sampled tokens with their distributions
+        q.
 
-        Its rows extend the text: those that are accepted need not be run again.
+        Its rows extend the text, so accepted ones need not be run again.
         """
         sampled, depth = request.temperature is not None, request.tree.depth_in_use
         tokens: list[int] = []

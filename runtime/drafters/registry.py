@@ -1,8 +1,8 @@
-"""One file per way to propose, and the registry of them.
+"""The registry of drafters.
 
-A bundle's drafters are the drafts of its manifest, by their names there, and those that need no
-engine. Each draft is built by its method's entry in `DRAFTERS`; the names of the others are keys
-of it themselves.
+A bundle's drafters are the drafts of its manifest, by name, and those that need no engine.
+`DRAFTERS` maps a draft's method, or the name of a drafter without an engine, to the function that
+builds it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _model(bundle: Bundle, name: str, threads: int, clock: Clock) -> Drafter:
     return ModelDrafter(name, engine, bundle.manifest.target.vocab_size)
 
 
-# Those of BUILT_IN_DRAFTERS first, then the methods of a bundle's drafts.
+# First those of BUILT_IN_DRAFTERS, then the methods of a bundle's drafts.
 DRAFTERS: dict[str, Callable[[Bundle, str, int, Clock], Drafter]] = {
     "none": _none,
     "lookup": _lookup,
@@ -54,11 +54,11 @@ DRAFTERS: dict[str, Callable[[Bundle, str, int, Clock], Drafter]] = {
 
 
 def available(bundle: Bundle) -> list[str]:
-    """The drafters of a bundle; the one it uses by default first."""
+    """Return the names of a bundle's drafters, the default first."""
     return [*bundle.manifest.drafts, *BUILT_IN_DRAFTERS]
 
 
 def build(name: str, bundle: Bundle, threads: int, clock: Clock) -> Drafter:
-    """Loads what drafter `name`, one of `available`, needs of the bundle."""
+    """Load drafter `name`, one of `available`, from the bundle."""
     info = bundle.manifest.drafts.get(name)
     return DRAFTERS[name if info is None else info.method](bundle, name, threads, clock)

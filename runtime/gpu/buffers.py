@@ -1,7 +1,7 @@
-"""Every piece of device and pinned memory of a bundle, allocated once and never moved.
+"""All device and pinned memory of a bundle, allocated once and never moved.
 
-Letters: N rows of a call, W rows of a verification, M nodes of the draft's tree (root included),
-S slots of a cache.
+Letters: N rows of a call, W rows of a verification, M nodes of the draft's tree (root included), S
+cache slots.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from eagle3.runtime.gpu.driver import DeviceBuffer, Driver, HostBuffer
 
 _ENDLESS = 1 << 62
 RESULT_HEAD = 5
-"""int64 entries of a round's result before the tokens of the kept rows (kernels.cu)."""
+"""int64 entries of a round's result before the tokens of the kept rows (kernels.cu)"""
 
 
 class DeviceCache:
-    """Keys and values of one engine: a block [Hkv, S, D] a layer and kind, and a table of them."""
+    """Keys and values of one engine: a block [Hkv, S, D] per layer and kind, and a table of their
+    addresses.
+    """
 
     def __init__(
         self,
@@ -41,25 +43,25 @@ class DeviceCache:
 
     @property
     def num_blocks(self) -> int:
-        """CUDA blocks of a kernel that walks all heads of all of them."""
+        """Number of CUDA blocks of a kernel that runs over all heads of all blocks."""
         return len(self.blocks) * self.num_heads
 
     def addresses(self) -> Iterator[tuple[str, int]]:
-        """past_* and present_*: the same memory under both names."""
+        """Yield past_* and present_*, which name the same memory."""
         for name, block in self.blocks.items():
             yield f"past_{name}", block.address
             yield f"present_{name}", block.address
 
     def clear(self, driver: Driver) -> None:
-        """Zeros all of it."""
+        """Set the cache to zero."""
         for block in self.blocks.values():
             driver.fill_zero(block.address, block.num_bytes)
 
 
 class TargetBuffers:
-    """The target's inputs and outputs, and what a round knows of itself.
+    """The target's inputs and outputs, and the state of a round.
 
-    max_rows: the most rows of any call; max_width: the most rows of a verification.
+    max_rows: maximum rows of any call. max_width: maximum rows of a verification.
     """
 
     def __init__(self, driver: Driver, manifest: Manifest, max_rows: int, max_width: int) -> None:
@@ -80,20 +82,22 @@ class TargetBuffers:
         self.features = driver.allocate(features, "the features").address
         shape = (info.num_kv_heads, plan.cache_capacity, info.head_dim)
         self.cache = DeviceCache(driver, "the target's cache", info.num_layers, shape, item)
-        # What the host chooses: settings [node limit, greedy], chosen [count, token, rows ..].
+        # Written by the host: settings [node limit, greedy], chosen [count, token, rows ...].
         self.settings, self.chosen = ints(2), ints(2 + max_rows)
         self.result, self.chunk_ids, self.last_row = (
             ints(RESULT_HEAD + max_width),
             ints(max_rows),
             ints(1),
         )
-        # What never changes.
+        # Constants.
         self.rows = upload_once(driver, range(max_rows))
         self.chain = upload_once(driver, range(-1, max_rows - 1))
         self.endless = upload_once(driver, [_ENDLESS])
 
     def addresses(self, logit_rows: int) -> dict[str, int]:
-        """Every input and output of the target's engine; `logit_rows` stands at that address."""
+        """Return the addresses of every input and output of the target's engine. logit_rows: the
+        address of that input.
+        """
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -108,10 +112,10 @@ class TargetBuffers:
 
 
 class DraftBuffers:
-    """The inputs and outputs of `draft_tree`. max_rows: the most rows it takes in one call.
+    """The inputs and outputs of `draft_tree`. max_rows: maximum rows of one call.
 
-    Of a row of the target's features the head reads `num_layers` layers of `layer_words` each, by
-    the table `layers`.
+    Of a row of the target's features the head reads `num_layers` layers of `layer_words` words
+    each, selected by the table `layers`.
     """
 
     def __init__(self, driver: Driver, manifest: Manifest, info: DraftInfo, max_rows: int) -> None:
@@ -136,15 +140,16 @@ class DraftBuffers:
         self.cache = DeviceCache(driver, "the draft's cache", 1, shape, item)
 
     def addresses(self) -> dict[str, int]:
-        """Every input and output of `draft_tree`."""
+        """Return the addresses of every input and output of `draft_tree`."""
         names = ("features", "next_ids", "num_rows", "past_len", "tokens", "parents", "positions")
         own = {name: getattr(self, name) for name in (*names, "tree_mask", "num_nodes")}
         return {**own, **dict(self.cache.addresses())}
 
 
 class Staging:
-    """Pinned host memory. What is written here is uploaded before the next `synchronize`, and not
-    written again until then."""
+    """Pinned host memory. Values written here are uploaded before the next `synchronize` and must
+    not be overwritten until then.
+    """
 
     def __init__(
         self, driver: Driver, manifest: Manifest, max_rows: int, max_width: int, num_nodes: int
@@ -166,17 +171,17 @@ class Staging:
 
 
 def _words(what: str, num_values: int, item_bytes: int) -> int:
-    """How many 4-byte words, which the kernels move, a row is."""
+    """Return the size of a row in 4-byte words, the unit that the kernels move."""
     if num_values * item_bytes % 4:
         raise BundleError(
-            f"{what} has {num_values} values of {item_bytes} bytes, no whole number of 4-byte"
+            f"{what} has {num_values} values of {item_bytes} bytes, not a whole number of 4-byte"
             " words, which the kernels move: export with --dtype float32"
         )
     return num_values * item_bytes // 4
 
 
 def upload_once(driver: Driver, values: Sequence[int]) -> int:
-    """The address of int64 values that stay as they are."""
+    """Upload constant int64 values and return their address."""
     array = np.array(values, np.int64)
     target: DeviceBuffer = driver.allocate(array.nbytes, "a table")
     source = driver.allocate_host(array.nbytes)

@@ -1,7 +1,7 @@
-"""The driver protocol on the CUDA driver itself (package cuda-bindings).
+"""The driver protocol, implemented on the CUDA driver (package cuda-bindings).
 
-The low-level bindings and not cuda-core's objects: every call here has one name, one error code and
-an owner in this file, which is what can be reasoned about where no GPU can run it.
+It uses the low-level bindings rather than cuda-core's objects: every call has one name, one error
+code and an owner in this file, which can be verified by reading where no GPU is available.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKAGES = "pip install 'eagle3[gpu]' or 'eagle3[tensorrt]'"
 
 
 def import_cuda_driver() -> Any:
-    """The module `cuda.bindings.driver`, or EngineMissing that says what to install."""
+    """Return the module `cuda.bindings.driver`. Raises EngineMissing that says what to install."""
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -29,28 +29,28 @@ def import_cuda_driver() -> Any:
 
 
 def _version(number: int) -> str:
-    """12040 -> "12.4"."""
+    """Return a version number as text: 12040 becomes "12.4"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 class _CudaGraph:
-    """An instantiated graph; num_bytes: what each replay copies to the host."""
+    """An instantiated graph. num_bytes: bytes that each replay copies to the host."""
 
     def __init__(self, owner: CudaDriver, handle: Any, num_bytes: int) -> None:
         self._owner, self._handle, self._num_bytes = owner, handle, num_bytes
 
     def replay(self) -> None:
-        """Issues all of it at once."""
+        """Launch the whole graph."""
         self._owner.counters.replays += 1
         self._owner.counters.bytes_to_host += self._num_bytes
         self._owner.call("cuGraphLaunch", self._handle, self._owner.stream_handle)
 
 
 class CudaDriver:
-    """The primary context of one device, with a stream of its own.
+    """The primary context of one device, with its own stream.
 
-    Raises DeviceError, with what to do, when there is no driver, no device, or a driver that is
-    older than the bindings; EngineMissing without the package.
+    Raises DeviceError if there is no driver, no device, or a driver older than the bindings, and
+    EngineMissing if the package is not installed.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -65,25 +65,29 @@ class CudaDriver:
         self._context = self.call("cuDevicePrimaryCtxRetain", device)
         self._cleanup.append(lambda: self.call("cuDevicePrimaryCtxRelease", device))
         self.attach()
-        # Not the default stream: that one cannot be captured, and others wait for it.
+        # Not the default stream: it cannot be captured, and other streams wait for it.
         non_blocking = int(self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream_handle = self.call("cuStreamCreate", non_blocking)
         self._cleanup.append(lambda: self.call("cuStreamDestroy", self.stream_handle))
         self.stream = int(self.stream_handle)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls the driver's `name`; its result without the error code, DeviceError otherwise."""
+        """Call the driver function `name` and return its result. Raises DeviceError if it fails."""
         code, *results = getattr(self._cuda, name)(*arguments)
         if int(code) != 0:
             raise DeviceError(f"{name} failed: {self._say(code)}")
         return results[0] if len(results) == 1 else tuple(results)
 
     def attach(self) -> None:
-        """Makes the device current in the calling thread; requests may come from any."""
+        """Make the device current in the calling thread, since requests can come from
+        any thread.
+        """
         self.call("cuCtxSetCurrent", self._context)
 
     def allocate(self, num_bytes: int, what: str) -> DeviceBuffer:
-        """Zeroed device memory; DeviceError with the sizes where there is not enough."""
+        """Allocate zeroed device memory. Raises DeviceError with the sizes if there is
+        not enough.
+        """
         code, address = self._cuda.cuMemAlloc(max(num_bytes, 1))
         if int(code) == int(self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY):
             free, total = self.call("cuMemGetInfo")
@@ -100,7 +104,7 @@ class CudaDriver:
         return buffer
 
     def allocate_host(self, num_bytes: int) -> HostBuffer:
-        """Zeroed pinned memory, seen as a numpy array."""
+        """Allocate zeroed pinned memory, visible as a numpy array."""
         address = int(self.call("cuMemHostAlloc", max(num_bytes, 1), 0))
         self._cleanup.append(lambda: self.call("cuMemFreeHost", address))
         array = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
@@ -108,30 +112,30 @@ class CudaDriver:
         return HostBuffer(array)
 
     def upload(self, target: int, source: HostBuffer, num_bytes: int, offset: int = 0) -> None:
-        """Host to device."""
+        """Copy from host to device."""
         self.counters.bytes_to_device += num_bytes
         address = source.bytes.ctypes.data + offset
         self.call("cuMemcpyHtoDAsync", target, address, num_bytes, self.stream_handle)
 
     def download(self, target: HostBuffer, source: int, num_bytes: int, offset: int = 0) -> None:
-        """Device to host."""
+        """Copy from device to host."""
         self.counters.bytes_to_host += num_bytes
         address = target.bytes.ctypes.data + offset
         self.call("cuMemcpyDtoHAsync", address, source, num_bytes, self.stream_handle)
 
     def fill_zero(self, address: int, num_bytes: int) -> None:
-        """Sets device memory to zero."""
+        """Set device memory to zero."""
         if num_bytes:
             self.call("cuMemsetD8Async", address, 0, num_bytes, self.stream_handle)
 
     def load_kernels(self, image: bytes, names: Sequence[str]) -> dict[str, Any]:
-        """The functions `names` of a cubin."""
+        """Return the functions `names` of a cubin."""
         module = self.call("cuModuleLoadData", image)
         self._cleanup.append(lambda: self.call("cuModuleUnload", module))
         return {name: self.call("cuModuleGetFunction", module, name.encode()) for name in names}
 
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Sequence[int]) -> None:
-        """One-dimensional launch; the driver copies the arguments before it returns."""
+        """Launch a one-dimensional grid. The driver copies the arguments before it returns."""
         self.counters.kernel_launches += 1
         values = [ctypes.c_int64(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -141,7 +145,7 @@ class CudaDriver:
 
     @contextmanager
     def capture(self) -> Iterator[list[Graph]]:
-        """Records what is issued inside; the list holds the graph afterwards."""
+        """Record what is issued inside the context. The list contains the graph afterwards."""
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.call("cuStreamBeginCapture", self.stream_handle, mode)
         graphs: list[Graph] = []
@@ -149,7 +153,8 @@ class CudaDriver:
         try:
             yield graphs
         except BaseException:
-            self._cuda.cuStreamEndCapture(self.stream_handle)  # its error is the one being raised
+            # discards its error: another one is being raised
+            self._cuda.cuStreamEndCapture(self.stream_handle)
             raise
         recorded = self.call("cuStreamEndCapture", self.stream_handle)
         instance = self.call("cuGraphInstantiate", recorded, 0)
@@ -159,23 +164,23 @@ class CudaDriver:
         self.counters = before  # nothing of it has run
 
     def synchronize(self) -> None:
-        """Waits for the stream; an error of anything issued before is raised here."""
+        """Wait for the stream. An error of anything issued before is raised here."""
         self.counters.synchronizations += 1
         self.call("cuStreamSynchronize", self.stream_handle)
 
     def mark(self) -> Any:
-        """An event recorded now."""
+        """Return an event recorded now."""
         event = self.call("cuEventCreate", 0)
         self._cleanup.append(lambda: self.call("cuEventDestroy", event))
         self.call("cuEventRecord", event, self.stream_handle)
         return event
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds on the device between two events that were passed."""
+        """Return the milliseconds on the device between two recorded events."""
         return float(self.call("cuEventElapsedTime", start, end))
 
     def close(self) -> None:
-        """Frees everything, newest first; a second time there is nothing left to free."""
+        """Free everything, newest first. Calling it again has no effect."""
         if not self._cleanup:
             return
         self.attach()
@@ -187,7 +192,8 @@ class CudaDriver:
         no_driver = "no NVIDIA driver was found: install one, or use device='cpu'"
         try:
             (code,) = self._cuda.cuInit(0)
-        except Exception as error:  # the bindings' own class for a library that is not there
+        # the bindings have their own class for a library that is not found
+        except Exception as error:
             raise DeviceError(f"{no_driver} ({error})") from error
         result = self._cuda.CUresult
         if int(code) == int(result.CUDA_ERROR_NO_DEVICE):
@@ -197,12 +203,12 @@ class CudaDriver:
             )
         stub = int(result.CUDA_ERROR_STUB_LIBRARY)
         if int(code) == stub:
-            raise DeviceError(f"{no_driver} (a stub of libcuda stands in its place)")
+            raise DeviceError(f"{no_driver} (libcuda is only a stub)")
         if int(code) != 0:
             raise DeviceError(f"the NVIDIA driver does not start: {self._say(code)}")
 
     def _check_version(self) -> None:
-        """A driver runs programs of its own major version of CUDA and of those before."""
+        """Raise DeviceError if the driver supports only older major versions of CUDA."""
         found, needed = self.call("cuDriverGetVersion"), int(self._cuda.CUDA_VERSION)
         if found // 1000 < needed // 1000:
             raise DeviceError(
@@ -215,7 +221,7 @@ class CudaDriver:
         count = self.call("cuDeviceGetCount")
         if not 0 <= index < count:
             raise DeviceError(
-                f"GPU {index} was asked for, this machine has {count}: choose another"
+                f"GPU {index} does not exist, this machine has {count}: choose another"
             )
         return self.call("cuDeviceGet", index)
 
@@ -226,11 +232,11 @@ class CudaDriver:
         return ".".join(str(self.call("cuDeviceGetAttribute", a, device)) for a in (major, minor))
 
     def _say(self, code: Any) -> str:
-        """The driver's own words for an error code."""
+        """Return the driver's description of an error code."""
         try:
             _, text = self._cuda.cuGetErrorString(code)
         except Eagle3Error:
             raise
-        except Exception:  # no driver at all: the code's name has to do
+        except Exception:  # without a driver, use the name of the code
             text = None
         return text.decode() if text else str(code)

@@ -1,7 +1,8 @@
-"""A bundle on the GPU, as `rounds.py` uses it: a prompt in chunks, then halves of rounds.
+"""A bundle on the GPU, as `device_rounds.py` uses it: a prompt in chunks, then halves of rounds.
 
-Everything is issued on one stream and runs in order; what returns numbers waits for them and says
-so. The host writes pinned memory only after a wait: what is still to be uploaded stays as it is.
+Everything is issued on one stream and runs in order. A method that returns numbers waits for them
+and says so. The host writes pinned memory only after a wait, because pending uploads still read
+it.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ Int64s = NDArray[np.int64]
 
 
 def graph_widths(widths: Sequence[int], num_nodes: int) -> list[int]:
-    """Rows of a verification that get a graph, ascending: 1, and of `widths` those up to the first
-    that holds the draft's largest tree."""
+    """Return the rows of a verification that get a graph, ascending: 1, and those of `widths` up
+    to the first that holds the draft's largest tree.
+    """
     needed = [width for width in widths if width < num_nodes]
     return sorted({1, *needed, *[width for width in widths if width >= num_nodes][:1]})
 
 
 class Device:
-    """Batch 1. Everything is allocated and captured here, so that no round allocates anything.
+    """Batch 1. Everything is allocated and captured here, so that a round allocates nothing.
 
-    widths: what a verification is padded to; by default what the plan files were built for, else
-    the plan's (`Plan.verify_widths`). Raises DeviceError when the GPU has too little memory,
-    EngineError when an engine cannot be captured.
+    widths: rows that a verification is padded to; by default those that the plan files were built
+    for, otherwise the plan's (`Plan.verify_widths`). Raises DeviceError if the GPU has too little
+    memory, and EngineError if an engine cannot be captured.
     """
 
     def __init__(
@@ -59,18 +61,19 @@ class Device:
 
     @property
     def drafts(self) -> bool:
-        """Whether there is a draft to grow trees with."""
+        """Whether a draft can grow trees here."""
         return self._halves.draft is not None
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The names a request may ask for, the default first."""
+        """The names of drafters that a request can select, the default first."""
         own = self._engines.drafter
         return ("none",) if own is None else (own, "none")
 
     def check_tree(self, tree: TreePlan) -> None:
-        """Raises PlanError for a tree that the compiled growth cannot grow: its shape is fixed, and
-        a request may only ask for fewer of its nodes."""
+        """Raise PlanError for a tree that the compiled growth cannot produce. Its shape is fixed,
+        and a request can only ask for fewer of its nodes.
+        """
         assert self._engines.info is not None
         own = self._engines.info.tree
         if tree.static is not None:
@@ -91,23 +94,24 @@ class Device:
                 f" of {own.num_draft_tokens}: ask for at most that, or export with a larger tree"
             )
 
-    # The prompt.
+    # Prompt.
 
     def start(self, prompt: Int64s) -> None:
-        """Waits for what a request before left behind, and forgets its sequence; keeps the prompt's
-        ids [P] for `run_chunk`."""
+        """Wait for the previous request, discard its sequence, and keep the prompt's ids [P] for
+        `run_chunk`.
+        """
         self.driver.synchronize()
         self._halves.staging.prompt_ids[: len(prompt)] = prompt
         self.driver.fill_zero(self._halves.own.past_len, 8)
         draft = self._halves.draft
         if draft is not None:
-            # NaN that a broken head left there would outlive its request: 0 times NaN is NaN.
+            # NaN left there by a broken head would reach the next request: 0 times NaN is NaN.
             draft.cache.clear(self.driver)
             self.driver.fill_zero(draft.past_len, 8)
             self.driver.fill_zero(draft.num_rows, 8)
 
     def run_chunk(self, start: int, num_rows: int) -> None:
-        """Runs ids start .. start + num_rows - 1 of the prompt; logits of the last row only."""
+        """Run ids start .. start + num_rows - 1 of the prompt. Only the last row gets logits."""
         own, staging = self._halves.own, self._halves.staging
         staging.last_row_value[0] = num_rows - 1
         self.driver.upload(own.chunk_ids, staging.prompt, 8 * num_rows, 8 * start)
@@ -116,8 +120,9 @@ class Device:
         self._count(TARGET)
 
     def keep_chunk(self, num_rows: int, token: int, drafts: bool) -> None:
-        """Commits a chunk whose next token is `token`. drafts: runs the draft on it too, so that a
-        tree under that token stands ready."""
+        """Commit a chunk whose next token is `token`. drafts: also run the draft on it, so that a
+        tree under that token is ready.
+        """
         self._choose(range(num_rows), token)
         halves, engine = self._halves, self._engines.draft
         if drafts and halves.draft is not None and engine is not None:
@@ -130,48 +135,54 @@ class Device:
         halves.advance()
 
     def first_token(self) -> int:
-        """Waits for the argmax of a chunk's last row; -1 where its logits are NaN."""
+        """Wait for the argmax of a chunk's last row and return it; -1 if its logits are NaN."""
         staging = self._halves.staging
         self.driver.download(staging.next_token, self._halves.own.next_token, 8)
         self.wait()
         return int(staging.next_token_values[0])
 
-    # A round.
+    # Round.
 
     def grow(self) -> None:
-        """Runs the draft on the waiting rows: they join its cache, and a new tree stands ready."""
+        """Run the draft on the waiting rows: they join its cache, and a new tree is ready."""
         assert self._halves.draft_graph is not None and self._engines.draft is not None
         self._halves.draft_graph.replay()
         self._count(self._engines.draft.name)
 
     def set_round(self, node_limit: int, greedy: bool) -> None:
-        """How many nodes of the tree to run, root included, and who accepts; until set again."""
+        """Set the number of tree nodes to run, root included, and whether the device accepts
+        greedily.
+        """
         staging = self._halves.staging
         staging.settings_values[:] = (node_limit, greedy)
         self.driver.upload(self._halves.own.settings, staging.settings, 16)
 
     def verify(self, width: int) -> None:
-        """Runs the first `width` nodes of the tree; if greedy accepts, what follows too."""
+        """Run the first `width` nodes of the tree and, if greedy, the acceptance and
+        what follows.
+        """
         self._halves.target_graphs[width].replay()
         self._count(TARGET)
 
     def wait(self) -> Int64s:
-        """The host's one wait in a round; the result of the target half (kernels.cu)."""
+        """Wait, once per round, and return the result of the target half (kernels.cu)."""
         self.driver.synchronize()
         result: Int64s = self._halves.staging.result_values
         return result
 
     def fetch_tree(self, width: int) -> None:
-        """Asks for what `tree` returns after the next `wait`."""
+        """Request the data that `tree` returns after the next `wait`."""
         own, staging, draft = self._halves.own, self._halves.staging, self._halves.draft
         self.driver.download(staging.tree_tokens, own.input_ids, 8 * width)
         self.driver.download(staging.next_token, own.next_token, 8 * width)
         if draft is not None:
-            num_nodes = min(width, self.num_nodes)  # behind them a call is padded
+            num_nodes = min(width, self.num_nodes)  # the rest of the call is padding
             self.driver.download(staging.tree_parents, draft.parents, 8 * num_nodes)
 
     def tree(self, num_nodes: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Tokens, parents and the target's argmax of the first nodes, int64 [num_nodes] each."""
+        """Return tokens, parents and the target's argmax of the first nodes, int64 [num_nodes]
+        each.
+        """
         staging = self._halves.staging
         parents = staging.tree_parents_values[:num_nodes].copy()
         parents[0] = -1
@@ -182,7 +193,7 @@ class Device:
         )
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """Waits for one row of logits, float32 [V]: a copy of V floats, and a synchronization."""
+        """Return one row of logits, float32 [V]. Copies V floats and synchronizes."""
         own, staging = self._halves.own, self._halves.staging
         num_bytes = 4 * own.vocab_size
         self.driver.download(staging.logits, own.logits + row * num_bytes, num_bytes)
@@ -191,22 +202,23 @@ class Device:
         return row_logits
 
     def keep(self, path: Sequence[int], token: int) -> None:
-        """Commits root and `path` of the last verification, chosen by the host, and `token`."""
+        """Commit the root, `path` of the last verification, chosen by the host, and `token`."""
         self._choose((0, *path), token)
         self._halves.commit(len(path) + 1)
 
     def clear_behind(self, num_slots: int) -> None:
-        """Zeros the target's next slots: numbers that are none may stand there."""
+        """Set the target's next cache slots to zero, because they may contain NaN."""
         self._halves.clear_behind(num_slots)
 
     def clear(self) -> None:
-        """Zeros both caches, and waits: whatever failed before is over."""
+        """Set both caches to zero, and wait."""
         self._halves.clear()
         self.driver.synchronize()
 
     def half_ms(self, width: int | None, repeats: int = 20) -> float:
-        """Milliseconds on the device of one target half of a width, or, with None, of one draft
-        half: what a round costs without the host. Between requests only; it forgets the sequence.
+        """Return the milliseconds on the device of one target half of a width, or of one draft
+        half if `width` is None: the cost of a round without the host. Call it between requests
+        only; it discards the sequence.
         """
         halves, draft = self._halves, self._halves.draft
         self.start(np.zeros(1, np.int64))
@@ -224,11 +236,11 @@ class Device:
         return self.driver.elapsed_ms(start, end) / repeats
 
     def timed_since(self, start_ns: int) -> None:
-        """Counts the time from `start_ns` on as time inside engines."""
+        """Add the time since `start_ns` to the time spent inside engines."""
         self.clock.engine_ns += time.perf_counter_ns() - start_ns
 
     def _choose(self, rows: Sequence[int], token: int) -> None:
-        """Uploads which rows of the last call are kept, in order, and the next root."""
+        """Upload the kept rows of the last call, in order, and the next root."""
         staging = self._halves.staging
         values = staging.chosen_values
         values[0], values[1] = len(rows), token

@@ -1,9 +1,9 @@
 """Rounds on the device: one step proposes, verifies, accepts and keeps (method section 1).
 
 A greedy round replays the draft half and the target half, waits once and reads one small result.
-Where the host must see logits (sampling, penalties, log-probabilities) the target half stops before
-the acceptance, the host walks the tree by the same rule as everywhere and fetches only the rows it
-visits, and the path goes back as a list of rows.
+If the host needs logits (sampling, penalties, log-probabilities), the target half stops before
+acceptance. The host then walks the tree with the same rule as on the CPU, fetches only the rows it
+visits, and sends the path back as a list of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_NUMBERS = "the target's logits are NaN; its weights or its precision are at
 
 
 class VisitedRows:
-    """Rows of logits, float32 [V] each, fetched when they are first looked at."""
+    """Rows of logits, float32 [V] each, fetched on first access."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class DeviceOutput:
 
 
 class DeviceRounds:
-    """One request on a device. drafts: whether its rounds may propose."""
+    """The rounds of one request on a device. drafts: whether its rounds can propose."""
 
     def __init__(self, device: Device, rule: AcceptanceRule, drafts: bool) -> None:
         self._device, self._rule = device, rule
@@ -55,20 +55,22 @@ class DeviceRounds:
         self.prefill_chunk = device.prefill_chunk
         self._prompt = np.empty(0, np.int64)
         self._past = 0
-        self._last_chunk = 0  # rows of it
+        self._last_chunk = 0  # its number of rows
         self._waiting = 0  # committed rows that the draft has not run
-        self._tree_ready = False  # the device holds a tree under the newest token
+        self._tree_ready = False  # whether the device holds a tree under the newest token
         self._settings = (0, False)
 
     def start(self, prompt: Int64s) -> None:
-        """Forgets the sequence before."""
+        """Start a new sequence and discard the previous one."""
         self._device.driver.attach()
         self._device.start(prompt)
         self._prompt, self._past = prompt, 0
         self._waiting, self._tree_ready, self._settings = 0, False, (0, False)
 
     def prefill(self, start: int) -> None:
-        """Runs one chunk, and the draft on it unless it is the last: then a token is missing."""
+        """Run one chunk, and the draft on it unless it is the last, whose next token is not known
+        yet.
+        """
         begin = time.perf_counter_ns()
         self._device.driver.attach()
         end = min(start + self.prefill_chunk, len(self._prompt))
@@ -80,7 +82,7 @@ class DeviceRounds:
         self._device.timed_since(begin)
 
     def first(self) -> Step:
-        """By the same rule as every later token."""
+        """Return the first token, chosen by the same rule as every later token."""
         self._device.driver.attach()
         tree = Tree.root_only(int(self._prompt[-1]))
         output = DeviceOutput(np.array([self._device.first_token()]), VisitedRows(self._device))
@@ -90,12 +92,14 @@ class DeviceRounds:
         return self._step(tree, output, (), accepted.token)
 
     def last_logits(self) -> NDArray[np.float32]:
-        """The row that `first` reads."""
+        """Return the logits that `first` reads."""
         self._device.driver.attach()
         return self._device.logits(0)
 
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
-        """Fewer nodes where the context ends; what lies behind the last token to go is dropped."""
+        """Return the tree cut to the remaining context. Tokens beyond the remaining ones are
+        dropped later.
+        """
         room = self._device.capacity - self._past - 1
         nodes = min(tree.num_draft_tokens, room, self._device.num_nodes - 1)
         if not self._drafts or remaining < 2 or nodes < 1:
@@ -103,9 +107,9 @@ class DeviceRounds:
         return replace(tree, num_draft_tokens=nodes)
 
     def round(self, root: int, remaining: int, tree: TreePlan | None) -> Step:
-        """Two replays, one wait."""
+        """Run one round: two replays and one wait."""
         begin = time.perf_counter_ns()
-        self._device.driver.attach()  # a stream may be read by several threads
+        self._device.driver.attach()  # several threads can read one stream
         num_nodes = 1 if tree is None else tree.num_draft_tokens + 1
         width = self._width(num_nodes)
         self._run_draft(width)
@@ -116,18 +120,18 @@ class DeviceRounds:
         return replace(step, plain=width == 1)
 
     def clear(self) -> None:
-        """Wipes the caches."""
+        """Clear the caches."""
         self._device.driver.attach()
         self._device.clear()
 
     def _width(self, num_nodes: int) -> int:
-        """The narrowest graph that holds the nodes and whose rows the cache has slots for."""
+        """Return the narrowest graph that holds the nodes and whose rows fit the cache."""
         slots = self._device.num_slots - self._past
         fitting = [width for width in self._device.widths if width <= slots]
         return next((width for width in fitting if width >= num_nodes), fitting[-1])
 
     def _run_draft(self, width: int) -> None:
-        """A tree for a wide round; for a plain one, room among the waiting rows for one more."""
+        """Grow a tree for a wide round; for a plain round, make room for one more waiting row."""
         stale = width > 1 and not self._tree_ready
         full = self._drafts and self._waiting == self._device.round_rows
         if stale or full:
@@ -141,10 +145,11 @@ class DeviceRounds:
             self._settings = settings
 
     def _finish(self, root: int, width: int) -> Step:
-        """Waits, accepts; a call spoiled by a draft token without numbers is done again plainly.
+        """Wait and accept. If a draft token caused NaN in the call, run it again without the
+        draft.
 
-        That biases nothing: the tree's tokens were not drawn, so whether they spoil a call is
-        settled before any of this round's random numbers.
+        This biases nothing: the tree's tokens are not sampled, so whether they spoil a call is
+        determined before any random number of this round.
         """
         if self._rule.want_logits:
             self._device.fetch_tree(width)

@@ -1,11 +1,12 @@
 """The two halves of a round, as they are issued and as they are captured.
 
-    draft half    draft_tree over the waiting rows -> a tree
-    target half   place_tree -> target -> accept_greedy -> keep_kv -> feed_draft -> advance
+draft half    draft_tree over the waiting rows -> a tree
+target half   place_tree -> target -> accept_greedy -> keep_kv -> feed_draft -> advance
 
-One draft half, one target half for each width; each is replayed as one CUDA graph. All that a
-round needs to know (lengths, root, waiting rows) lives in device memory, so a graph that was
-captured once is right for every round.
+There is one draft half, and one target half per width; each is replayed as one CUDA graph. The
+state of a round (lengths, root, waiting rows) is in device memory, so one captured graph serves
+every round.
+
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.ort.signature import Bound
 from eagle3.runtime.ort.target_engine import bound_target
 
-_WARM_UPS = 3  # the arena of ONNX Runtime may still grow in a second call
+_WARM_UPS = 3  # the arena of ONNX Runtime can still grow in a second call
 
 
 class Halves:
-    """Buffers, contexts and graphs. max_rows: of any call; widths: of a verification, ascending."""
+    """Buffers, contexts and graphs. max_rows: of any call. widths: rows of a verification,
+    ascending.
+    """
 
     def __init__(
         self, engines: Engines, driver: Driver, kernels: Kernels, max_rows: int, widths: list[int]
@@ -45,7 +48,7 @@ class Halves:
         self._capture(widths)
 
     def issue_chunk(self, num_rows: int) -> None:
-        """The target on a chunk of a prompt: a tree that is a chain, however long."""
+        """Run the target on a chunk of a prompt: a tree that is a chain of any length."""
         own = self.own
         self._place(num_rows, (own.chunk_ids, own.chain, own.endless, own.endless, own.chunk_ids))
         shapes = _shapes(bound_target(self.engines.manifest), num_rows)
@@ -53,7 +56,7 @@ class Halves:
         self.engines.target.loose_call(shapes, addresses, self._scratch).enqueue()
 
     def issue_draft(self, num_rows: int) -> None:
-        """The draft half over `num_rows` rows of a prompt."""
+        """Run the draft half over `num_rows` rows of a prompt."""
         assert self.engines.draft is not None and self.draft is not None
         shapes = _shapes(self.engines.bound_draft(), num_rows)
         addresses = self.draft.addresses()
@@ -61,7 +64,7 @@ class Halves:
         self._draft_half(call, self.draft)
 
     def feed(self, draft: DraftBuffers, count: int, first: int, capacity: int) -> None:
-        """Files `count` chosen rows, from the first-th on, behind those that wait for the draft."""
+        """Append `count` chosen rows, from index `first` on, to those that wait for the draft."""
         own = self.own
         features = (own.features, own.feature_words)
         layers = (draft.layers, draft.num_layers, draft.layer_words)
@@ -71,36 +74,36 @@ class Halves:
         self._kernels.launch("count_fed", own.chosen, first, capacity, draft.num_rows, threads=1)
 
     def advance(self) -> None:
-        """The chosen rows count as committed, and the chosen token as the root."""
+        """Count the chosen rows as committed, and make the chosen token the root."""
         own = self.own
         self._kernels.launch("advance", own.chosen, own.past_len, own.root, threads=1)
 
     def commit(self, num_rows: int) -> None:
-        """Keeps the chosen rows, at most `num_rows`, in cache, draft input and lengths."""
+        """Keep the chosen rows, at most `num_rows`, in cache, draft input and lengths."""
         own, cache = self.own, self.own.cache
         sizes = (cache.num_heads, cache.capacity, cache.words)
         where = (cache.table, *sizes, own.past_len, own.chosen)
         self._kernels.launch("keep_kv", *where, blocks=cache.num_blocks)
         if self.draft is not None:
-            # No more rows may wait than the draft half reads.
+            # The draft half reads no more rows than this, so no more can wait.
             self.feed(self.draft, num_rows, 0, self.engines.round_rows)
         self.advance()
 
     def clear_behind(self, num_slots: int) -> None:
-        """Zeros the target's next slots."""
+        """Set the target's next cache slots to zero."""
         own, cache = self.own, self.own.cache
         sizes = (cache.num_heads, cache.capacity, cache.words)
         where = (cache.table, *sizes, own.past_len, num_slots)
         self._kernels.launch("clear_kv", *where, blocks=cache.num_blocks)
 
     def clear(self) -> None:
-        """Zeros both caches."""
+        """Set both caches to zero."""
         self.own.cache.clear(self._driver)
         if self.draft is not None:
             self.draft.cache.clear(self._driver)
 
     def _place(self, width: int, tree: tuple[int, int, int, int, int]) -> None:
-        """tree: addresses of tokens, parents, number of nodes, node limit, root."""
+        """Place a tree. tree: addresses of tokens, parents, number of nodes, node limit, root."""
         own = self.own
         outputs = (own.input_ids, own.position_ids, own.tree_mask, own.num_used)
         sizes = (own.past_len, own.vocab_size, width)
@@ -113,7 +116,7 @@ class Halves:
     def _target_half(self, call: DeviceCall, width: int) -> None:
         own, draft = self.own, self.draft
         limit, greedy = own.settings, own.settings + 8
-        tree = (own.input_ids, own.chain, own.endless)  # of which only the root is used
+        tree = (own.input_ids, own.chain, own.endless)  # only the root of it is used
         if draft is not None:
             tree = (draft.tokens, draft.parents, draft.num_nodes)
         self._place(width, (*tree, limit, own.root))
@@ -125,10 +128,10 @@ class Halves:
         self._driver.download(self.staging.result, own.result, 8 * (RESULT_HEAD + rows))
 
     def _capture(self, widths: Sequence[int]) -> None:
-        """Warms up and captures every graph; then clears what that left in the caches.
+        """Warm up and capture every graph, then clear what that left in the caches.
 
-        A prompt's longest calls come first: an engine's own memory then never grows again, which
-        it would with every longer rest of a prompt, and what it grew by would not be given back.
+        The longest calls of a prompt run first. An engine's own memory then never grows again;
+        otherwise it would grow with every longer remainder of a prompt and never shrink.
         """
         own, draft, engines = self.own, self.draft, self.engines
         self.staging.settings_values[:] = (1, 0)
@@ -159,7 +162,9 @@ class Halves:
     def _captured(
         self, call: DeviceCall, issue: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
     ) -> Graph:
-        """The first calls of a shape set up what must not happen inside a capture."""
+        """Issue warm-up calls, which do the setup that is not allowed in a capture,
+        then capture.
+        """
         for _ in range(_WARM_UPS):
             prepare()
             issue()
@@ -171,7 +176,7 @@ class Halves:
 
 
 def _shapes(bound: Bound, num_rows: int, num_logit_rows: int = 1) -> dict[str, Shape]:
-    """The shapes of a call's inputs: N rows, M of them with logits, one sequence."""
+    """Return the shapes of a call's inputs: N rows, M of them with logits, one sequence."""
     sizes = {"B": 1, "N": num_rows, "M": num_logit_rows}
     return {
         spec.name: tuple(dim if isinstance(dim, int) else sizes[dim] for dim in spec.shape)

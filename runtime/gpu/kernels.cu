@@ -1,19 +1,19 @@
-// The glue of a round on the device, batch 1: lay out the tree, accept, compact the caches, feed
-// the draft. Launched by kernels.py; tests/runtime/gpu holds the same functions in numpy.
+// The steps of a round on the device, batch 1: place the tree, accept, compact the caches, feed the
+// draft. Launched by kernels.py; tests/runtime/gpu/numpy_kernels.py has the same functions in numpy.
 //
-// Letters as in docs/method.md: W rows of the target's call, M nodes of the draft's tree, S slots
-// of a cache, Hkv its heads. Every argument is a pointer to device memory or a 64-bit integer, so
-// that a launch needs no table of types. Rows of caches and features are moved as 4-byte words,
-// whatever they hold. No kernel needs a barrier: what one thread reads, no other thread of the same
-// launch writes.
+// Letters as in docs/method.md: W rows of the target's call, M nodes of the draft's tree, S cache
+// slots, Hkv heads of a cache. Every argument is a pointer to device memory or a 64-bit integer, so
+// a launch needs no table of types. Rows of caches and features are moved as 4-byte words, whatever
+// their dtype. No kernel needs a barrier: what one thread reads, no other thread of the same launch
+// writes.
 
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned char u8;
 
-// Nodes of the tree that this call runs: those that fit, up to the first that is no token. Every
-// prefix of a tree is a tree, as parents stand before their children.
+// The tree nodes that this call runs: those that fit, up to the first invalid token. Every prefix of
+// a tree is a tree, since parents precede their children.
 __device__ static i64 usable(const i64* tokens, i64 num_nodes, i64 limit, i64 width, i64 vocab_size)
 {
     i64 used = num_nodes < limit ? num_nodes : limit;
@@ -23,8 +23,8 @@ __device__ static i64 usable(const i64* tokens, i64 num_nodes, i64 limit, i64 wi
     return used < 1 ? 1 : used;
 }
 
-// The target's inputs for the first W nodes of a tree; a thread a row. Rows beyond the tree are
-// padding: token 0 at the root's position, seeing only themselves, seen by nobody.
+// The target's inputs for the first W nodes of a tree, one thread per row. Rows beyond the tree are
+// padding: token 0 at the root's position, which sees only itself and is seen by no other row.
 extern "C" __global__ void place_tree(
     const i64* tokens, const i64* parents, const i64* num_nodes, const i64* node_limit,
     const i64* root, const i64* past_len, i64 vocab_size, i64 width,
@@ -39,7 +39,7 @@ extern "C" __global__ void place_tree(
     if (row < used) {
         for (i64 node = row; node > 0; ++depth) {
             const i64 parent = parents[node];
-            node = parent >= 0 && parent < node ? parent : 0;  // else a broken tree would hang here
+            node = parent >= 0 && parent < node ? parent : 0;  // otherwise a broken tree would hang here
             mask[node] = 1;
         }
     }
@@ -48,10 +48,10 @@ extern "C" __global__ void place_tree(
     if (row == 0) *num_used = used;
 }
 
-// Greedy acceptance, by one thread: a tree is some hundred integers, all of them in the L1 cache.
-// chosen: number of rows to keep (root included), the target's own token, then those rows. result:
-// what the host reads. With greedy = 0 the host chooses, and nothing is kept here. A row whose
-// logits are NaN spoils the others (0 times NaN is NaN), so nothing of its call is kept.
+// Greedy acceptance by one thread: a tree is a few hundred integers, all in the L1 cache. chosen:
+// number of rows to keep (root included), the target's own token, then those rows. result: read by
+// the host. With greedy = 0 the host chooses, and nothing is kept here. A row with NaN logits spoils
+// the others (0 times NaN is NaN), so nothing of its call is kept.
 extern "C" __global__ void accept_greedy(
     const i64* input_ids, const i64* parents, const i64* position_ids, const i64* next_token,
     const i64* num_used, const i64* greedy, i64* chosen, i64* result)
@@ -87,9 +87,9 @@ extern "C" __global__ void accept_greedy(
     result[4] = used;
 }
 
-// Moves the kept rows of every cache to slots past, past + 1, ...; a block a cache and head. Rows
-// are ascending and never move to the right, so a thread that walks its column in order reads every
-// row before it is overwritten. caches: addresses of [Hkv, S, words] blocks.
+// Moves the kept rows of every cache to slots past, past + 1, ...: one block per cache and head. Rows
+// are ascending and never move to the right, so a thread that processes its column in order reads
+// every row before it is overwritten. caches: addresses of [Hkv, S, words] blocks.
 extern "C" __global__ void keep_kv(
     const u64* caches, i64 num_heads, i64 capacity, i64 words,
     const i64* past_len, const i64* chosen)
@@ -103,7 +103,7 @@ extern "C" __global__ void keep_kv(
             if (path[row] != row) first[row * words + word] = first[path[row] * words + word];
 }
 
-// Zeros `count` slots from `past` on: numbers that are none must not stay where a mask hides them.
+// Sets `count` slots from `past` on to zero: NaN must not remain in masked slots.
 extern "C" __global__ void clear_kv(
     const u64* caches, i64 num_heads, i64 capacity, i64 words, const i64* past_len, i64 count)
 {
@@ -114,10 +114,10 @@ extern "C" __global__ void clear_kv(
     for (i64 word = threadIdx.x; word < size; word += blockDim.x) first[word] = 0;
 }
 
-// Files kept rows first .. kept - 1 behind the rows that wait for the draft: a CUDA block a row. A
-// row pairs a position's features with the token of the next position; of the target's features,
-// `words` a row, the head reads the layers that `layers` names, layer_words each. Rows that find no
-// room are dropped: only a request without a draft lets them pile up.
+// Appends kept rows first .. kept - 1 to the rows that wait for the draft: one CUDA block per row. A
+// row pairs a position's features with the token of the next position. Of the target's features,
+// `words` per row, the head reads the layers listed in `layers`, layer_words each. Rows without room
+// are dropped: they accumulate only in a request without a draft.
 extern "C" __global__ void feed_draft(
     const u32* features, i64 words, const i64* layers, i64 num_layers, i64 layer_words,
     const i64* input_ids, const i64* chosen, i64 first,
@@ -135,7 +135,7 @@ extern "C" __global__ void feed_draft(
         draft_next_ids[to] = row + 1 < kept ? input_ids[path[row + 1]] : chosen[1];
 }
 
-// Commits the kept rows: the target's length grows, its own token is the next root.
+// Commits the kept rows: the target's length grows, and its own token is the next root.
 extern "C" __global__ void advance(const i64* chosen, i64* past_len, i64* root)
 {
     if (blockIdx.x != 0 || threadIdx.x != 0 || chosen[0] == 0) return;
@@ -143,7 +143,7 @@ extern "C" __global__ void advance(const i64* chosen, i64* past_len, i64* root)
     *root = chosen[1];
 }
 
-// Counts the rows that feed_draft filed with the same arguments.
+// Counts the rows that feed_draft appended with the same arguments.
 extern "C" __global__ void count_fed(const i64* chosen, i64 first, i64 capacity, i64* draft_rows)
 {
     if (blockIdx.x != 0 || threadIdx.x != 0) return;
@@ -152,7 +152,7 @@ extern "C" __global__ void count_fed(const i64* chosen, i64 first, i64 capacity,
     if (fed > 0) *draft_rows += fed;
 }
 
-// The draft has run its waiting rows: they are in its cache now.
+// Records that the draft has run its waiting rows: they are in its cache now.
 extern "C" __global__ void draft_done(i64* draft_past_len, i64* draft_rows)
 {
     if (blockIdx.x != 0 || threadIdx.x != 0) return;

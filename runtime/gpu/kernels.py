@@ -1,9 +1,9 @@
-"""The kernels of `kernels.cu`: compiled for the device at hand, launched by name.
+"""The kernels of `kernels.cu`: compiled for the device in use, launched by name.
 
-Compiled by NVRTC when an engine is loaded and not when a bundle is built: the source belongs to
-this package, so what launches it always fits it, a bundle holds nothing more that can go stale, and
-it takes a fraction of a second. To a cubin and not to PTX: a driver runs cubins of a newer minor
-version of CUDA, and no PTX of one.
+NVRTC compiles them when a bundle is loaded, not when it is exported: the source belongs to this
+package, so it always matches the code that launches it, the bundle contains nothing more that can
+become stale, and it takes a fraction of a second. They are compiled to a cubin rather than to PTX,
+because a driver runs cubins of a newer minor version of CUDA, but not PTX.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _THREADS = 128
 
 
 def source() -> str:
-    """The text of kernels.cu."""
+    """Return the text of kernels.cu."""
     return files("eagle3.runtime.gpu").joinpath("kernels.cu").read_text(encoding="utf-8")
 
 
 def compile_kernels(compute_capability: str) -> bytes:
-    """A cubin of kernels.cu for "8.9" and the like; needs NVRTC, and no GPU.
+    """Compile kernels.cu to a cubin for a compute capability such as "8.9". Needs NVRTC, but no
+    GPU.
 
-    Raises EngineMissing without NVRTC, DeviceError when it does not know the device or refuses the
-    source.
+    Raises EngineMissing without NVRTC, and DeviceError if NVRTC does not support the device or
+    rejects the source.
     """
     nvrtc = _import_nvrtc()
     _, program = _checked(
@@ -64,8 +65,8 @@ def _import_nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()  # the library itself is only looked for in the first call
-    except Exception as error:  # the bindings raise a class of their own for a missing library
+        nvrtc.nvrtcVersion()  # the first call loads the library
+    except Exception as error:  # the bindings have their own class for a missing library
         raise EngineMissing(
             f"NVRTC is not installed: pip install 'eagle3[gpu]' or 'eagle3[tensorrt]' ({error})"
         ) from error
@@ -91,16 +92,16 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 
 class Kernels:
-    """The functions of kernels.cu on a driver; arguments are addresses and integers, in order."""
+    """The functions of kernels.cu on a driver. Arguments are addresses and integers, in order."""
 
     def __init__(self, driver: Driver, image: bytes) -> None:
         self._driver = driver
         self._functions = driver.load_kernels(image, KERNELS)
 
     def launch(self, name: str, *arguments: int, blocks: int = 1, threads: int = _THREADS) -> None:
-        """Launches `blocks` blocks of `threads` threads."""
+        """Launch `blocks` blocks of `threads` threads."""
         self._driver.launch(self._functions[name], blocks, threads, arguments)
 
     def launch_rows(self, name: str, num_rows: int, *arguments: int) -> None:
-        """A thread for each of `num_rows` rows."""
+        """Launch one thread per row, `num_rows` in all."""
         self.launch(name, *arguments, blocks=-(-num_rows // _THREADS))

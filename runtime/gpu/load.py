@@ -1,6 +1,6 @@
-"""`load(..., device="cuda")`: driver, library, engines and kernels, in that order.
+"""`load(..., device="cuda")`: loads driver, library, engines and kernels, in that order.
 
-What is missing is said before anything large is read: no driver, no GPU, no library, no plan file.
+A missing driver, GPU, library or plan file is reported before anything large is read.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ GpuLibrary = TensorRT | OrtCuda
 
 
 def chosen_backend(bundle: Bundle) -> str:
-    """The backend that the bundle was planned for, or has plan files of; else ONNX Runtime, which
-    needs none, where it has its CUDA provider; else the TensorRT that is installed.
+    """Return the backend that the bundle was planned for or has plan files of; otherwise ONNX
+    Runtime, which needs no plan files, if it has its CUDA provider; otherwise the installed
+    TensorRT.
 
-    Raises EngineMissing where nothing is, BuildError where that leaves a choice.
+    Raises EngineMissing if there is none, and BuildError if the choice is ambiguous.
     """
     planned = bundle.manifest.plan.backend
     if planned in MODULES:
@@ -47,14 +48,14 @@ def load_device(
     driver: Driver | None = None,
     library: GpuLibrary | None = None,
 ) -> Device:
-    """The bundle on the first GPU.
+    """Load the bundle on the first GPU.
 
-    Raises DeviceError, EngineMissing, BuildError (plan files), BundleError, PlanError.
+    Raises DeviceError, EngineMissing, BuildError (plan files), BundleError and PlanError.
     """
     plan = bundle.manifest.plan
     if plan.lowering != "portable":
         raise PlanError(
-            f"{bundle.root} was exported with lowering {plan.lowering}, on a GPU runs portable:"
+            f"{bundle.root} was exported with lowering {plan.lowering}, a GPU requires portable:"
             " export it again with --lowering portable"
         )
     driver = CudaDriver() if driver is None else driver
@@ -64,7 +65,8 @@ def load_device(
     except BaseException:
         driver.close()
         raise
-    weakref.finalize(device, driver.close)  # its memory goes with it, not with the process
+    # frees its memory with the object, not at the end of the process
+    weakref.finalize(device, driver.close)
     return device
 
 
@@ -79,7 +81,7 @@ def _device(bundle: Bundle, driver: Driver, library: GpuLibrary) -> Device:
 
 
 def load_engines(bundle: Bundle, library: GpuLibrary, driver: Driver) -> Engines:
-    """The bundle's engines. Raises as `load_device` does."""
+    """Load the bundle's engines. Raises the errors of `load_device`."""
     if isinstance(library, OrtCuda):
         return load_ort_engines(bundle, library, driver)
     files = usable_plan_files(bundle, library.backend, library.version, driver.compute_capability)

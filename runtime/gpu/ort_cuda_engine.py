@@ -1,11 +1,10 @@
 """A bundle's ONNX files on ONNX Runtime's CUDA provider, as calls over fixed addresses.
 
-The provider launches on the driver's stream (`user_compute_stream`), every tensor is bound where it
-lies on the device, and no node may fall back to the CPU. A call then is launches and nothing else:
-it allocates from its arena, which after two calls of the same shapes has enough, and it does not
-wait. So `halves.py` captures it as it captures TensorRT. The provider's own graphs
-(`enable_cuda_graph`, `gpu_graph_id`) would hold the engine alone, and each belongs to the thread
-that captured it (docs/decisions.md).
+The provider launches on the driver's stream (`user_compute_stream`), every tensor is bound to its
+device memory, and no node can fall back to the CPU. A call then only launches kernels: its arena
+is large enough after two calls of the same shapes, and it does not wait. `halves.py` can therefore
+capture it like a TensorRT call. The provider's own graphs (`enable_cuda_graph`, `gpu_graph_id`)
+would contain only the engine, and each belongs to the thread that captured it (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from eagle3.runtime.ort.target_engine import bound_target
 
 BACKEND = "ort-cuda"
 _PROVIDER = "CUDAExecutionProvider"
-_ELEMENTS = {"float32": 1, "float16": 10, "bfloat16": 16, "int64": 7, "bool": 9}  # TensorProto's
-_FIXED = {"B": 1}  # a shape that is left is then folded; a session describes its tensors so
+# values of TensorProto
+_ELEMENTS = {"float32": 1, "float16": 10, "bfloat16": 16, "int64": 7, "bool": 9}
+_FIXED = {"B": 1}  # shapes that depend on B are then constants, and the session reports them so
 _MAX_LOOSE = 64
 _INSTALL = (
     "pip uninstall onnxruntime, which owns the same module, then pip install 'eagle3[gpu]'"
@@ -49,7 +49,7 @@ _NO_START = f"ONNX Runtime's CUDA provider does not start: {_INSTALL}"
 
 
 def has_cuda_provider() -> bool:
-    """Whether the `onnxruntime` that is installed was built with it."""
+    """Return whether the installed `onnxruntime` was built with the CUDA provider."""
     try:
         return _PROVIDER in import_onnxruntime().get_available_providers()
     except EngineMissing:
@@ -57,7 +57,7 @@ def has_cuda_provider() -> bool:
 
 
 class OrtCuda:
-    """`onnxruntime` with its CUDA provider. Raises EngineMissing where it has none."""
+    """`onnxruntime` with its CUDA provider. Raises EngineMissing if it has none."""
 
     backend = BACKEND
 
@@ -69,14 +69,15 @@ class OrtCuda:
             )
 
     def session(self, path: Path, name: str, stream: int) -> Any:
-        """A session whose every node runs on the GPU, on `stream`.
+        """Return a session whose nodes all run on the GPU, on `stream`.
 
-        Raises DeviceError where the provider does not start, BundleError for a graph that it cannot
-        run.
+        Raises DeviceError if the provider does not start, and BundleError for a graph that it
+        cannot run.
         """
-        self.module.set_default_logger_severity(3)  # else each session warns on stderr
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
-            self.module.preload_dlls()  # CUDA's libraries, where they came with pip
+        self.module.set_default_logger_severity(3)  # otherwise each session warns on stderr
+        # it prints the libraries that it does not find
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.module.preload_dlls()  # loads CUDA's libraries if they were installed with pip
         providers = [(_PROVIDER, provider_options(stream))]
         try:
             session = self.module.InferenceSession(
@@ -89,38 +90,39 @@ class OrtCuda:
         return session
 
     def _why_not(self, error: Exception, engine: str) -> Eagle3Error:
-        """Why a session could not be made."""
+        """Return the error that explains why a session could not be created."""
         said = _in_a_line(error)
         if "CUDA failure" in said:
             return DeviceError(
-                f"{engine} does not load: {said}; end what else uses the GPU, or export with a"
-                " smaller dtype"
+                f"{engine} does not load: {said}; stop other programs that use the GPU, or export"
+                " with a smaller dtype"
             )
-        try:  # a session without the provider says only that its nodes are on the CPU
+        try:  # a session without the provider only reports that its nodes are on the CPU
             self.module.OrtValue.ortvalue_from_shape_and_type([1], np.float32, "cuda", 0)
         except Exception:
             return DeviceError(_NO_START)
         return BundleError(
-            f"{engine} does not load on ONNX Runtime's CUDA provider, where every node must run:"
+            f"{engine} does not load on ONNX Runtime's CUDA provider, which must run every node:"
             f" {said}; another backend may run it: eagle3 build"
         )
 
     def _options(self) -> Any:
         options = self.module.SessionOptions()
-        options.log_severity_level = 4  # failures come back as exceptions
+        options.log_severity_level = 4  # failures are raised as exceptions
         for symbol, size in _FIXED.items():
             options.add_free_dimension_override_by_name(symbol, size)
-        options.enable_mem_pattern = False  # with it, a second call allocates too: in a capture
+        # with it, a second call allocates too, which a capture does not allow
+        options.enable_mem_pattern = False
         for key in (
             "session.disable_cpu_ep_fallback",
-            # Weights beside the arena, which would round their sum up to a power of two.
+            # Keep weights out of the arena, which rounds their sum up to a power of two.
             "session.use_device_allocator_for_initializers",
         ):
             options.add_session_config_entry(key, "1")
         return options
 
     def run_options(self) -> Any:
-        """Of a call that returns when everything is launched."""
+        """Return the options of a call that returns after launching."""
         options = self.module.RunOptions()
         options.log_severity_level = 4
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -128,29 +130,29 @@ class OrtCuda:
 
 
 def provider_options(stream: int) -> dict[str, str]:
-    """How the provider is asked to work: on `stream`, of the first GPU."""
+    """Return the options of the provider: run on `stream` of the first GPU."""
     return {
         "device_id": "0",
         "user_compute_stream": str(stream),
         "use_tf32": "0",
-        # As much memory as is needed, not the next power of two.
+        # Allocate the memory that is needed, not the next power of two.
         "arena_extend_strategy": "kSameAsRequested",
     }
 
 
 def _in_a_line(error: Exception) -> str:
-    """What ONNX Runtime says, less where in its sources, which fills lines."""
+    """Return ONNX Runtime's message in one line, without its source locations."""
     said = " ".join(str(error).split())
     return said[max(said.find("CUDA failure"), 0) :].partition(" ; GPU=")[0]
 
 
 class OrtEngine:
-    """One graph of a bundle. Raises BundleError where its tensors are not those of `bound`.
+    """One graph of a bundle. Raises BundleError if its tensors are not those of `bound`.
 
-    Products of float32 are not rounded to TF32: a float32 bundle promises float32's tokens.
+    float32 products are not rounded to TF32, because a float32 bundle promises float32's tokens.
     """
 
-    scratch_bytes = 0  # the provider's arena is its own
+    scratch_bytes = 0  # the provider has its own arena
 
     def __init__(
         self, bundle: Bundle, name: str, bound: Bound, library: OrtCuda, driver: Driver
@@ -167,7 +169,7 @@ class OrtEngine:
     def call(
         self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], scratch: DeviceBuffer
     ) -> OrtCall:
-        """Binds every tensor. Raises EngineError when ONNX Runtime refuses."""
+        """Bind every tensor. Raises EngineError if ONNX Runtime refuses."""
         sizes = {
             symbol: size
             for spec in self.inputs
@@ -185,14 +187,14 @@ class OrtEngine:
                     bind(spec.name, "cuda", 0, element, shape, address)
         except Exception as error:
             raise EngineError(
-                f"engine '{self.name}' takes no binding: {_in_a_line(error)}"
+                f"engine '{self.name}' rejected a binding: {_in_a_line(error)}"
             ) from error
         return OrtCall(self, binding)
 
     def loose_call(
         self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], scratch: DeviceBuffer
     ) -> OrtCall:
-        """One binding for each set of shapes, of which a prompt has two: a chunk and its rest."""
+        """Return a binding per set of shapes. A prompt has two: a chunk and the remainder."""
         key = tuple(shapes.values())
         if key not in self._loose:
             while len(self._loose) >= _MAX_LOOSE:
@@ -201,7 +203,7 @@ class OrtEngine:
         return self._loose[key]
 
     def enqueue(self, binding: Any) -> None:
-        """Issues one call. Raises EngineError."""
+        """Issue one call. Raises EngineError."""
         self._driver.counters.engine_launches += 1
         try:
             self.session.run_with_iobinding(binding, self._run_options)
@@ -216,15 +218,15 @@ class OrtCall:
         self._engine, self._binding = engine, binding
 
     def enqueue(self) -> None:
-        """Issues the call on the driver's stream."""
+        """Issue the call on the driver's stream."""
         self._engine.enqueue(self._binding)
 
     def check_capturable(self) -> None:
-        """Nothing to ask: what cannot be captured fails in the capture."""
+        """Do nothing: a call that cannot be captured fails in the capture."""
 
 
 def load_ort_engines(bundle: Bundle, library: OrtCuda, driver: Driver) -> Engines:
-    """Raises BundleError, DeviceError, EngineMissing, PlanError."""
+    """Load the engines. Raises BundleError, DeviceError, EngineMissing and PlanError."""
     manifest, plan = bundle.manifest, bundle.manifest.plan
     drafter, draft, rows = growing_draft(manifest), None, 1
     if drafter is not None and manifest.drafts[drafter].weights == "int8":

@@ -1,10 +1,9 @@
 """A TensorRT plan file as calls over fixed addresses.
 
-Which files may be used at all `plans/tensorrt_files.py` says; `load_engine` compares a file's
-bindings with what the caller will bind. `PlanEngine.call` makes one context for one set of shapes:
-a CUDA graph that was captured from a context is only good while nothing of that context changes, so
-every width has its own, and all of them share one piece of scratch memory, which they may because
-one stream runs them in turn.
+`plans/tensorrt/plan_files.py` decides which files can be used; `load_engine` compares a file's
+bindings with what the caller will bind. `PlanEngine.call` creates one context for one set of
+shapes: a CUDA graph captured from a context is valid only while that context does not change. All
+contexts share one block of scratch memory, because one stream runs them in order.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ _DTYPES = {
 
 
 class TensorRT:
-    """The library of a backend, with a logger that keeps what it complained of.
+    """The library of a backend, with a logger that keeps its warnings and errors.
 
-    Raises EngineMissing where it is not installed, BuildError where it is too old.
+    Raises EngineMissing if it is not installed, and BuildError if it is too old.
     """
 
     def __init__(self, backend: str, module: Any | None = None) -> None:
@@ -51,7 +50,7 @@ class TensorRT:
         self.runtime = self.module.Runtime(self.logger)
 
     def last_complaint(self) -> str:
-        """What the library said last, for a message; forgotten afterwards."""
+        """Return the library's latest messages, for an error message, and clear them."""
         said = self.complaints[-1] if self.complaints else "the library gave no reason"
         self.complaints.clear()
         return said
@@ -59,7 +58,7 @@ class TensorRT:
 
 def _logger(module: Any, complaints: list[str]) -> Any:
     class Logger(module.ILogger):  # type: ignore[misc]
-        """Keeps warnings and errors; prints nothing."""
+        """Keeps warnings and errors, and prints nothing."""
 
         def __init__(self) -> None:
             module.ILogger.__init__(self)
@@ -89,14 +88,14 @@ class PlanEngine:
 
     @property
     def scratch_bytes(self) -> int:
-        """What a call of the hungriest profile needs besides its inputs and outputs."""
+        """Scratch memory of its largest profile, besides inputs and outputs."""
         return max(
             int(self._engine.get_device_memory_size_for_profile_v2(profile))
             for profile in range(self._engine.num_optimization_profiles)
         )
 
     def largest(self, name: str, axis: int) -> int:
-        """The most that any profile allows of one dimension of an input."""
+        """Return the maximum of one dimension of an input over all profiles."""
         return max(
             int(tuple(self._engine.get_tensor_profile_shape(name, profile)[2])[axis])
             for profile in range(self._engine.num_optimization_profiles)
@@ -105,9 +104,10 @@ class PlanEngine:
     def call(
         self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], scratch: DeviceBuffer
     ) -> PlanCall:
-        """A context of its own for inputs of these shapes, all tensors at these addresses.
+        """Return a call with its own context for inputs of these shapes, all tensors at these
+        addresses.
 
-        Raises EngineError when no profile takes the shapes or the library refuses an address.
+        Raises EngineError if no profile accepts the shapes or the library refuses an address.
         """
         profile = self._profile_for(shapes)
         context = self._context()
@@ -121,8 +121,9 @@ class PlanEngine:
     def loose_call(
         self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], scratch: DeviceBuffer
     ) -> PlanCall:
-        """As `call`, but of one context a profile: the next such call changes it, so it must not be
-        captured."""
+        """Like `call`, with one context per profile. The next such call changes it, so it must not
+        be captured.
+        """
         profile = self._profile_for(shapes)
         if profile not in self._loose:
             self._loose[profile] = self.call(shapes, addresses, scratch)
@@ -130,7 +131,7 @@ class PlanEngine:
         return self._loose[profile]
 
     def reshape(self, context: Any, shapes: Mapping[str, Shape]) -> None:
-        """Sets the inputs' shapes."""
+        """Set the shapes of the inputs."""
         for name, shape in shapes.items():
             self._must(context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
 
@@ -141,8 +142,8 @@ class PlanEngine:
         if strategies is None:
             context = self._engine.create_execution_context(user_managed)
         else:
-            # TensorRT for RTX compiles kernels for a shape in the background and swaps them in
-            # later, by default; a captured graph would keep the slower ones for ever.
+            # By default TensorRT for RTX compiles kernels for a shape in the background and swaps
+            # them in later; a captured graph would keep the slower ones.
             config = self._engine.create_runtime_config()
             config.set_execution_context_allocation_strategy(user_managed)
             config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
@@ -154,22 +155,24 @@ class PlanEngine:
         return context
 
     def enqueue(self, context: Any) -> None:
-        """Issues one call. Raises EngineError."""
+        """Issue one call. Raises EngineError."""
         self._driver.counters.engine_launches += 1
         self._must(context.execute_async_v3(self._driver.stream), "the call")
 
     def check_capturable(self, context: Any) -> None:
-        """Raises EngineError where a CUDA graph cannot hold this call."""
-        ask = getattr(context, "is_stream_capturable", None)  # not in every TensorRT
+        """Raise EngineError if a CUDA graph cannot contain this call."""
+        ask = getattr(context, "is_stream_capturable", None)  # missing in some versions of TensorRT
         if ask is not None and not ask(self._driver.stream):
             raise EngineError(
-                f"{self.where} has layers that no CUDA graph can hold; run `{self.rebuild}`"
+                f"{self.where} has layers that a CUDA graph cannot contain; run `{self.rebuild}`"
             )
 
     def check_aliases(self) -> None:
-        """Raises BundleError unless every cache is written in place: past and present are bound to
-        one address, which is right for no other engine."""
-        ask = getattr(self._engine, "get_aliased_input_tensor", None)  # not in every TensorRT
+        """Raise BundleError unless every cache is updated in place: past and present are bound to
+        one address, which is valid for no other engine.
+        """
+        # missing in some versions of TensorRT
+        ask = getattr(self._engine, "get_aliased_input_tensor", None)
         for name in (spec.name for spec in self.outputs if spec.name.startswith("present_")):
             past = name.replace("present_", "past_")
             if ask is not None and ask(name) != past:
@@ -184,14 +187,14 @@ class PlanEngine:
             )
 
     def _profile_for(self, shapes: Mapping[str, Shape]) -> int:
-        """The first profile whose ranges hold all shapes."""
+        """Return the index of the first profile whose ranges contain all shapes."""
         for profile in range(self._engine.num_optimization_profiles):
             if all(self._holds(profile, name, shape) for name, shape in shapes.items()):
                 return profile
         name, shape = next(iter(shapes.items()))
         raise EngineError(
-            f"no profile of engine '{self.name}' takes {name} {list(shape)} and what goes with it;"
-            f" run `{self.rebuild}`"
+            f"no profile of engine '{self.name}' accepts {name} {list(shape)} with the other"
+            f" inputs; run `{self.rebuild}`"
         )
 
     def _holds(self, profile: int, name: str, shape: Shape) -> bool:
@@ -207,25 +210,28 @@ class PlanEngine:
 
 
 class PlanCall:
-    """One shape of an engine, ready to be issued again and again."""
+    """One shape of an engine, issued any number of times."""
 
     def __init__(self, engine: PlanEngine, context: Any, profile: int) -> None:
         self._engine, self.context, self.profile = engine, context, profile
 
     def enqueue(self) -> None:
-        """Issues the call on the driver's stream."""
+        """Issue the call on the driver's stream."""
         self._engine.enqueue(self.context)
 
     def check_capturable(self) -> None:
-        """Raises EngineError where a CUDA graph cannot hold this call; after a first `enqueue`."""
+        """Raise EngineError if a CUDA graph cannot contain this call. Requires a first
+        `enqueue`.
+        """
         self._engine.check_capturable(self.context)
 
 
 def load_plan_engines(
     bundle: Bundle, files: Mapping[str, PlanFile], library: TensorRT, driver: Driver
 ) -> Engines:
-    """files: engine -> plan file, see `usable_plan_files`. Raises BundleError for one whose
-    bindings do not fit the manifest."""
+    """Load the engines. files: engine -> plan file, see `usable_plan_files`. Raises BundleError
+    for a file whose bindings do not match the manifest.
+    """
     manifest, request = bundle.manifest, files[TARGET].request
     rebuild = rebuild_command(bundle, request, library.backend, driver.compute_capability)
 
@@ -245,9 +251,9 @@ def load_plan_engines(
 def load_engine(
     file: PlanFile, rebuild: str, bound: Bound, library: TensorRT, driver: Driver
 ) -> PlanEngine:
-    """Loads a plan file that has the tensors of `bound`.
+    """Load a plan file that has the tensors of `bound`.
 
-    Raises BundleError, with the command that rebuilds, for any other.
+    Raises BundleError, with the command that rebuilds it, for any other file.
     """
     engine = PlanEngine(file, rebuild, library, driver)
     _compare(engine, "input", engine.inputs, bound.inputs)
@@ -272,15 +278,17 @@ def _deserialized(file: PlanFile, where: str, rebuild: str, library: TensorRT) -
 def _compare(
     engine: PlanEngine, kind: str, found: Sequence[TensorSpec], expected: Iterable[TensorSpec]
 ) -> None:
-    """Names, dtypes, ranks and fixed dimensions; a dimension that is free in one may be in both."""
+    """Compare names, dtypes, ranks and fixed dimensions. A dimension that is free in one may be
+    free in both.
+    """
     left = {spec.name: spec for spec in found}
     for spec in expected:
         own = left.pop(spec.name, None)
         if own is None or not _fits(own, spec):
             has = "none of that name" if own is None else _say(own)
             raise BundleError(
-                f"{engine.where}: {kind} {_say(spec)} is asked for by the manifest, the plan file"
-                f" has {has}: run `{engine.rebuild}`"
+                f"{engine.where}: {kind} {_say(spec)} is required by the manifest, but the plan"
+                f" file has {has}: run `{engine.rebuild}`"
             )
     if left:
         raise BundleError(

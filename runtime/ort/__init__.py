@@ -1,5 +1,5 @@
 """Engines on ONNX Runtime's CPU provider: sessions, KV caches, target, drafts, batches.
 
-A file here knows the tensors of one graph and the buffers it is bound to. What to propose is
-decided in `runtime/drafters`, what to keep in `runtime/acceptance`.
+Each engine module handles the tensors of one graph and the buffers that are bound to it.
+`runtime/drafters` decides what to propose, and `runtime/acceptance` decides what to keep.
 """

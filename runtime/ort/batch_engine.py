@@ -1,8 +1,9 @@
-"""Continuous batched plain decoding: many requests share every target call, no drafter.
+"""Plain decoding with continuous batching: many requests share each target call, without a drafter.
 
-Where it sits: beside `engine.py`, for work where throughput counts and latency does not, such as
-writing training data. A row of the batch belongs to one request at a time; when it ends, the next
-request moves in before the next call. Tokens come from the same rule as everywhere (`rules.py`).
+`BatchEngine` is an alternative to `Engine` (`engine.py`) for work where throughput matters and
+latency does not, such as generating training data. A row of the batch belongs to one request at a
+time. When that request ends, the next request takes the row before the next call. Tokens are chosen
+by the same rule as in `Engine` (`rules.py`).
 
     while rows: refill free rows -> close gaps -> one target call -> a token for each row
 """
@@ -31,10 +32,13 @@ DEFAULT_ROWS = 32
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One prompt and how to go on from it; checked when the engine takes it (`BatchEngine.check`).
+    """One prompt and the options for its answer.
 
-    key: the caller's; it comes back with the answer. prompt_ids: at least one token id of the
-    target. params: its `acceptance` says nothing here, as nothing is drafted.
+    `BatchEngine.check` validates a request when the engine takes it.
+
+    key: chosen by the caller and returned with the answer. prompt_ids: at least one token id of
+    the target. params: `params.acceptance` is ignored, because nothing is drafted.
+    max_new_tokens: at least 1.
     """
 
     key: str
@@ -45,10 +49,10 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """A finished request.
+    """The answer to a finished request.
 
-    token_ids: without the prompt; they hold the end token when one ended it. finish_reason: "stop",
-    or "length" for max_new_tokens and the context alike.
+    token_ids: the generated tokens without the prompt, including the end token if there was one.
+    finish_reason: "stop" for an end token; "length" for max_new_tokens or the end of the context.
     """
 
     key: str
@@ -58,12 +62,12 @@ class BatchAnswer:
 
 @dataclass
 class _Row:
-    """A request in the batch; its newest token is not in the cache yet."""
+    """A request in the batch. Its newest token is not in the cache yet."""
 
     request: BatchRequest
     rule: AcceptanceRule
     history: TokenHistory
-    limit: int  # tokens that it may get
+    limit: int  # number of tokens that may be generated
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -72,11 +76,14 @@ class _Row:
 
     @property
     def past(self) -> int:
-        """Slots filled when the last token is about to run."""
+        """Number of filled cache slots before the last token runs."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
     def draw(self, output: TargetOutput, index: int) -> None:
-        """Adds the token that row `index` of `output` gives. Raises EngineError, by key."""
+        """Choose the next token from row `index` of `output` and append it.
+
+        Raises EngineError, whose message names the key of the request.
+        """
         own = TargetOutput(
             next_token=output.next_token[index : index + 1],
             logits=None if output.logits is None else output.logits[index : index + 1],
@@ -91,7 +98,7 @@ class _Row:
             self.history.append([accepted.token])
 
     def answer(self, eos: Collection[int]) -> BatchAnswer | None:
-        """The answer, once the row has ended."""
+        """Return the answer if the row has ended, otherwise None."""
         if self.token_ids[-1] in eos:
             reason = "stop"
         elif len(self.token_ids) == self.limit:
@@ -102,12 +109,15 @@ class _Row:
 
 
 class BatchEngine:
-    """A bundle's target that decodes up to `rows` requests at once.
+    """Decodes up to `rows` requests at once with the target of a bundle.
 
-    bundle: its folder, or opened. rows: sequences in a call; the cache block is allocated for all
-    of them at the plan's capacity, and takes memory as far as it is filled. threads: as in
-    `eagle3.load`. A bundle of any lowering and with or without a draft will do.
-    Raises BundleError, EngineMissing, RequestError.
+    The bundle may use any lowering and may or may not have a draft.
+
+    bundle: folder of the bundle, or an open Bundle.
+    rows: number of sequences per call. The cache block is allocated for all of them at the plan's
+    capacity, but occupies memory only as far as it is filled.
+    threads: as in `eagle3.load`.
+    Raises BundleError, EngineMissing or RequestError.
     """
 
     def __init__(
@@ -118,22 +128,28 @@ class BatchEngine:
         self.clock = Clock()
         self._target = BatchTarget(self.bundle, self.rows, checked_threads(threads), self.clock)
         self._eos = frozenset(self.bundle.manifest.generation.eos_token_ids)
-        self._unread = TokenHistory(self._target.vocab_size)  # of rows without penalties
+        self._unread = TokenHistory(
+            self._target.vocab_size
+        )  # for rows without penalties, which never read it
         self._turn = threading.Lock()
 
     def generate(self, requests: Iterable[BatchRequest]) -> Iterator[BatchAnswer]:
-        """Yields answers as they finish, in no order; takes a request only when a row is free.
+        """Yield answers in the order in which they finish. Take a request only when a row is free.
 
-        Greedy tokens are the argmax; sampled ones are drawn by the `coupled` rule, so that the same
-        seed gives the text of `Engine.generate(..., drafter="none", acceptance="coupled")`. Who
-        shares the batch changes rounding and nothing else. Closing the iterator drops what is in
-        flight. Raises, ending the iteration, RequestError (PromptTooLong, ...) for a request that
-        `check` refuses, before anything runs for it, and while another iterator of this engine is
-        open; EngineError, by key, when the target fails.
+        Greedy tokens are the argmax. Sampled tokens are drawn by the `coupled` rule, so the same
+        seed produces the text of `Engine.generate(..., drafter="none", acceptance="coupled")`. The
+        other requests in the batch affect rounding, but nothing else. Closing the iterator drops
+        the requests that are still running.
+
+        The following errors end the iteration. Raises RequestError (or PromptTooLong, a subclass)
+        if `check` rejects a request, before anything runs for that request. Raises RequestError if
+        another iterator of this engine is still open. Raises EngineError, with the key of the
+        request, if the target fails.
         """
         if not self._turn.acquire(blocking=False):
             raise RequestError(
-                "another generate() of this engine is still open; read it to its end or close() it"
+                "another generate() of this engine is still open; read it to its end or call "
+                "close() on it"
             )
         try:
             yield from self._answers(iter(requests))
@@ -144,7 +160,10 @@ class BatchEngine:
             self._turn.release()
 
     def check(self, request: BatchRequest) -> None:
-        """Refuses what cannot be served, by key: RequestError, PromptTooLong."""
+        """Raise RequestError or PromptTooLong if `request` cannot be served.
+
+        The message names the key of the request.
+        """
         try:
             self._check(request)
         except RequestError as error:
@@ -154,19 +173,19 @@ class BatchEngine:
         ids, vocab_size = np.asarray(request.prompt_ids), self._target.vocab_size
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
             raise RequestError(
-                f"prompt_ids is {request.prompt_ids!r:.80}: give one or more token ids"
+                f"prompt_ids must be one or more token ids, got {request.prompt_ids!r:.80}"
             )
         if ids.min() < 0 or ids.max() >= vocab_size:
             bad = ids.min() if ids.min() < 0 else ids.max()
             raise RequestError(
-                f"the prompt holds token id {bad}, but the vocabulary has {vocab_size} tokens; "
+                f"the prompt contains token id {bad}, but the vocabulary has {vocab_size} tokens; "
                 f"allowed: 0 to {vocab_size - 1}"
             )
         if ids.size >= self._target.capacity:
             raise PromptTooLong(
-                f"the prompt has {ids.size} tokens, the bundle's context is "
-                f"{self._target.capacity} and must hold a new one too; shorten it, or export with "
-                "a larger --max-seq-len"
+                f"the prompt has {ids.size} tokens, but the bundle's context is "
+                f"{self._target.capacity} tokens and must also hold at least one new token; "
+                "shorten the prompt, or export the bundle with a larger --max-seq-len"
             )
         checked_count("max_new_tokens", request.max_new_tokens)
         request.params.validate_for_vocab(vocab_size)
@@ -186,7 +205,10 @@ class BatchEngine:
     def _refill(
         self, rows: list[_Row | None], index: int, requests: Iterator[BatchRequest]
     ) -> Iterator[BatchAnswer]:
-        """Takes requests into a free row until one goes on behind its first token."""
+        """Start requests in a free row until one of them continues after its first token.
+
+        Yields the answers of those that end with their first token.
+        """
         while rows[index] is None and (request := next(requests, None)) is not None:
             row = self._start(request, index)
             if (answer := row.answer(self._eos)) is None:
@@ -195,9 +217,10 @@ class BatchEngine:
                 yield answer
 
     def _start(self, request: BatchRequest, index: int) -> _Row:
-        """Prefills row `index` of the cache and draws the first token."""
+        """Prefill row `index` of the cache with the prompt and draw the first token."""
         self.check(request)
-        # The rule speaks of drafts; without one, `coupled` draws each token from p at u_t.
+        # Acceptance rules are about drafts. Without a draft, `coupled` draws each token from p at
+        # u_t.
         params = replace(request.params, acceptance="coupled")
         history = self._unread
         if params.penalises:
@@ -209,7 +232,7 @@ class BatchEngine:
         return row
 
     def _close_gaps(self, rows: list[_Row | None]) -> list[_Row]:
-        """Shortens `rows` to those in use: the last ones move into the free ones, caches too."""
+        """Shorten `rows` to those in use by moving the last ones, with their caches, into gaps."""
         for index in reversed(range(len(rows))):
             if rows[index] is None:
                 last = rows.pop()
@@ -219,7 +242,7 @@ class BatchEngine:
         return [row for row in rows if row is not None]
 
     def _step(self, rows: list[_Row]) -> None:
-        """One target call: every row gets a token."""
+        """Run one target call and append one token to every row."""
         if not rows:
             return
         want_logits = any(row.rule.want_logits for row in rows)

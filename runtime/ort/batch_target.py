@@ -1,9 +1,10 @@
-"""The target over many sequences at once: prefill one of them, then a token of each in one call.
+"""The target for many sequences: prefill one sequence, or decode one token of each in one call.
 
-Where it sits: `batch.py` decides which request has which row; here is the graph, its cache and
-its buffers. `target.py` is the same for a single sequence with a tree.
+This module contains the graph with its cache and buffers; `batch_engine.py` assigns requests to
+rows. `target_engine.py` does the same for a single sequence with a tree.
 
-Letters: B sequences (rows) of a call, N tokens of each, V target vocabulary.
+Letters: B sequences (rows) of a call, N tokens of each sequence, L layers, Hkv key-value heads, S
+cache capacity, D head size, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ Int64s = NDArray[np.int64]
 
 
 class BatchTarget:
-    """The target with one block of caches [2, L, rows, Hkv, S, D], whose pages are touched lazily.
+    """The target with one block of KV caches [2, L, rows, Hkv, S, D].
 
-    Owns the block and the buffers of every call. A call over rows 0 .. B-1, or over a single row,
-    binds that part of the block; nothing is copied. Raises BundleError when the bundle does not
-    fit its graph.
+    Owns the block, whose memory pages are touched lazily, and the buffers of every call. A call for
+    rows 0 .. B-1, or for a single row, binds that part of the block without a copy. Raises
+    BundleError if the bundle does not match its graph.
     """
 
     def __init__(self, bundle: Bundle, rows: int, threads: int, clock: Clock) -> None:
         plan, info = bundle.manifest.plan, bundle.manifest.target
-        # First, so that a manifest which does not fit the graph sizes no buffer.
+        # Load first: a manifest that does not match the graph must not determine buffer sizes.
         self._session = load_session(
             bundle, "target", bound_target(bundle.manifest), threads, clock
         )
@@ -46,8 +47,8 @@ class BatchTarget:
             np.dtype(plan.dtype),
             batch_size=rows,
         )
-        self._num_used = 0  # no slot from here on was ever written, in any row
-        self._held: list[tuple[int, ...]] = [()] * rows  # prompts whose slots the rows still hold
+        self._num_used = 0  # slots from here on were never written in any row
+        self._held: list[tuple[int, ...]] = [()] * rows  # the prompt whose slots each row still has
         tokens = max(rows, self._chunk)
         self._ids, self._positions = Buffer(tokens, np.int64), Buffer(tokens, np.int64)
         self._mask = Buffer(max(rows, self._chunk**2), np.bool_)
@@ -57,11 +58,14 @@ class BatchTarget:
         self._causal = np.tril(np.ones((self._chunk, self._chunk), np.bool_))
 
     def prefill(self, row: int, prompt: Sequence[int], want_logits: bool) -> TargetOutput:
-        """Fills slots 0 .. len(prompt)-1 of `row`, whatever it held; the last token's output.
+        """Fill slots 0 .. len(prompt)-1 of `row` and return the output of the last token.
 
-        next_token int64 [1], logits float32 [1,V] or None; views that the next call overwrites.
-        The longest start that the prompt shares with one held by any row is copied, not computed:
-        prompts of one chat template begin alike. Raises EngineError.
+        The previous content of the row is overwritten. The longest prefix that the prompt shares
+        with a prompt still cached in any row is copied instead of computed, because prompts of the
+        same chat template start alike.
+
+        Returns next_token int64 [1] and logits float32 [1,V] (None unless `want_logits`), as views
+        that the next call overwrites. Raises EngineError if the target fails.
         """
         done = self._copy_shared(row, prompt)
         ids = np.asarray(prompt, np.int64)
@@ -72,25 +76,30 @@ class BatchTarget:
         return output
 
     def decode(self, tokens: Sequence[int], past: Sequence[int], want_logits: bool) -> TargetOutput:
-        """Runs tokens[i] behind past[i] filled slots of row i, for the first B = len(tokens) rows.
+        """Run one token for each of the first B = len(tokens) rows.
 
-        next_token int64 [B], logits float32 [B,V] or None; views that the next call overwrites.
-        Raises EngineError.
+        Row i has past[i] filled slots, and tokens[i] is written to the next slot.
+
+        Returns next_token int64 [B] and logits float32 [B,V] (None unless `want_logits`), as views
+        that the next call overwrites. Raises EngineError if the target fails.
         """
         return self._run(0, np.array(tokens)[:, None], np.array(past), want_logits)
 
     def move(self, source: int, target: int, num_slots: int) -> None:
-        """Row `target` becomes a copy of the first `num_slots` slots of row `source`."""
+        """Copy the first `num_slots` slots of row `source` to row `target`."""
         self._cache.copy(source, target, num_slots)
         self._held[target] = self._held[source]
 
     def clear(self) -> None:
-        """Wipes every row: needed once numbers that are none may stand there."""
+        """Zero every row. This is required once the cache may contain NaN."""
         self._held = [()] * self.rows
         self._cache.clear(0, self._num_used)
 
     def _copy_shared(self, row: int, prompt: Sequence[int]) -> int:
-        """How many slots of `row` hold the start of `prompt` now; never that of its last token."""
+        """Copy the longest cached prefix of `prompt` to `row` and return its number of slots.
+
+        The slot of the last token is never included, so that it is always computed.
+        """
         lengths = [_num_shared(prompt[:-1], held) for held in self._held]
         source = max(range(self.rows), key=lambda i: (lengths[i], i == row))
         self._held[row] = ()
@@ -99,7 +108,10 @@ class BatchTarget:
         return lengths[source]
 
     def _run(self, first: int, ids: Int64s, past: Int64s, want_logits: bool) -> TargetOutput:
-        """ids [B,N] behind past [B] slots of rows first .. first+B-1; the last token's logits."""
+        """Run ids [B,N] after past [B] filled slots of rows first .. first+B-1.
+
+        Returns the outputs of the last token of each row.
+        """
         size, num_rows = ids.shape
         self._ids.view(size, num_rows)[:] = ids
         self._positions.view(size, num_rows)[:] = past[:, None] + np.arange(num_rows)
@@ -119,7 +131,10 @@ class BatchTarget:
         )
 
     def _values(self, first: int, size: int, num_rows: int, want_logits: bool) -> OrtValues:
-        """`features` are never bound: they are a draft's food, and nobody reads them here."""
+        """Return the OrtValues of a call.
+
+        The output `features` is never bound, because only a draft reads it.
+        """
         past, present = self._cache.bindings(first, first + size)
         inputs = {
             "input_ids": self._ids.value(size, num_rows),
@@ -136,6 +151,6 @@ class BatchTarget:
 
 
 def _num_shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common start."""
+    """Return the length of the longest common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -1,6 +1,7 @@
-"""What every draft engine does: a text's rows in a cache, tree rows behind them, top-k of some.
+"""The base class of draft engines: text rows in a KV cache, tree rows after them, top-k outputs.
 
-`draft.py` adds a head's features and what it feeds back, `draft_model.py` an LM's positions.
+`draft_engine.py` adds the features and the fed-back output of a head. `model_engine.py` adds the
+window positions of a small LM.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ Float32s = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may follow the rows asked for; arrays are views that the next call overwrites.
+    """The best next tokens of M rows. The arrays are views that the next call overwrites.
 
-    top_ids int64 [M,K] (the target's ids) and top_log_probs float32 [M,K], best first; logits
-    float32 [M,Vd] when asked for.
+    top_ids: int64 [M,K], ids of the target vocabulary, best first.
+    top_log_probs: float32 [M,K], in the same order.
+    logits: float32 [M,Vd], or None unless requested.
     """
 
     top_ids: Int64s
@@ -36,11 +38,13 @@ class Candidates:
 
 
 class CandidateEngine(ABC):
-    """Batch 1. Slots 0 .. `num_rows` - 1 of the cache hold a text; tree rows stand behind it and
-    are overwritten by the next extension.
+    """A draft's session with its KV cache and buffers, batch 1.
 
-    Letters: N rows of a call (at most `max_rows`), M rows with candidates, K candidates a row, W
-    rows of the tree so far, Vd draft vocabulary.
+    Slots 0 .. `num_rows` - 1 of the cache contain the rows of the text. Tree rows follow them and
+    are overwritten when the text is extended.
+
+    Letters: N rows of a call (at most `max_rows`), M rows with candidates, K candidates per row, W
+    tree rows so far, Vd draft vocabulary.
     """
 
     def __init__(self, session: Session, manifest: Manifest, info: DraftInfo) -> None:
@@ -69,12 +73,14 @@ class CandidateEngine(ABC):
         self._bound_past, self._bound_present = self._cache.bindings()
 
     def reset(self) -> None:
-        """Forgets all rows, and NaN that broken weights may have left in them."""
+        """Drop all rows and zero their slots, in which broken weights may have left NaN."""
         self._cache.clear(stop=self._num_used)
         self.num_rows = self._num_used = 0
 
     def _run_text(self, ids: Int64s, top_k: int, want_logits: bool) -> Candidates:
-        """Runs the next rows [N] of the text and keeps them; candidates of the last one."""
+        """Run the next rows [N] of the text and keep them. Return the candidates of the
+        last row.
+        """
         count, first = len(ids), self.num_rows
         self._ids.view(1, count)[0] = ids
         self._positions.view(1, count)[0] = np.arange(first, first + count)
@@ -86,10 +92,10 @@ class CandidateEngine(ABC):
     def _run_tree(
         self, ids: Int64s, depth: int, row_mask: NDArray[np.bool_], top_k: int, want_logits: bool
     ) -> Candidates:
-        """Runs tree rows behind the text; candidates of all of them.
+        """Run tree rows after the text and return the candidates of all of them.
 
-        ids [N]: nodes at `depth` (1 = children of the root); row_mask [N,W] bool: which of the
-        tree rows so far, these included, each one sees.
+        ids: int64 [N], tokens of nodes at `depth` (1 = children of the root).
+        row_mask: bool [N,W], the tree rows so far, including these, that each row attends to.
         """
         count, window = row_mask.shape
         self._ids.view(1, count)[0] = ids
@@ -139,7 +145,7 @@ class CandidateEngine(ABC):
 
     @abstractmethod
     def _own_values(self, count: int, window: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Inputs and outputs that this kind of engine has besides."""
+        """Return the additional inputs and outputs of this kind of engine."""
 
 
 def bound_candidates(
@@ -148,7 +154,10 @@ def bound_candidates(
     own_inputs: Sequence[TensorSpec],
     own_outputs: Sequence[TensorSpec] = (),
 ) -> Bound:
-    """What `CandidateEngine` binds, with what its kind has besides."""
+    """Return the tensors that a `CandidateEngine` binds.
+
+    own_inputs, own_outputs: the additional tensors of the kind of engine.
+    """
     plan = manifest.plan
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = [

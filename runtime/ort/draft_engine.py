@@ -1,4 +1,8 @@
-"""A draft head's engines over their cache: extend by committed rows, step by tree rows."""
+"""The engines of a draft head and their KV cache.
+
+`DraftEngine.extend` runs committed rows, made from the target's features. `DraftEngine.step` runs
+tree rows, made from the head's own output.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +31,27 @@ from eagle3.runtime.stats import Clock
 
 @dataclass(frozen=True)
 class DraftOutput(Candidates):
-    """With `hidden` [N,d] of all rows, what the next step is fed; a view like the rest."""
+    """Candidates, and the head's output that is fed back in the next step.
+
+    hidden: [N,d] of all rows, in the plan's dtype; a view that the next call overwrites.
+    """
 
     hidden: NDArray[Any]
 
 
 class DraftEngine(CandidateEngine):
-    """The rows of its text were made from the target's features.
+    """The engine of an EAGLE head. The rows of its text are made from the target's features.
 
-    name: which of the bundle's heads, by default the first. columns: of the target's features
-    [N,F'], those [N,F] that this head fuses.
+    name: name of the head in the bundle; default: the first draft.
+    columns: index that selects the columns [N,F] which this head fuses from the target's features
+    [N,F'].
     """
 
     def __init__(self, bundle: Bundle, threads: int, clock: Clock, name: str | None = None) -> None:
         manifest = bundle.manifest
         name = next(iter(manifest.drafts)) if name is None else name
         plan, info = manifest.plan, manifest.drafts[name]
-        # First, so that a manifest which does not fit the graphs sizes no buffer.
+        # Load first: a manifest that does not match the graphs must not determine buffer sizes.
         self._fuse: Session | None = None
         if "draft_fuse" in DRAFT_ENGINES[info.method]:
             bound = _bound_fuse(manifest, info)
@@ -68,22 +76,24 @@ class DraftEngine(CandidateEngine):
         self._hidden_out = Buffer(rows * self.hidden_size, dtype)
 
     def feature_slots(self, num_rows: int) -> NDArray[Any]:
-        """Where the caller writes the features [N,F] of the next `extend`."""
+        """Return the buffer [N,F] into which the caller writes the features for `extend`."""
         slots: NDArray[Any] = self._features.view(1, num_rows, self.feature_size)[0]
         return slots
 
     def extend(self, next_ids: Int64s, top_k: int, want_logits: bool = False) -> DraftOutput:
-        """Runs rows with the target's features (already in `feature_slots`) and keeps them.
+        """Run rows with the target's features and keep them. Return candidates of the last row.
 
-        next_ids [N]: row i's features belong to position i, its token to position i + 1. The
-        candidates are those of the last row.
+        The features must already be in `feature_slots`.
+
+        next_ids: int64 [N]. The features of row i belong to position i, its token to position i +
+        1.
         """
         self._fill_hidden(len(next_ids))
         return self._with_hidden(self._run_text(next_ids, top_k, want_logits), len(next_ids))
 
     def _fill_hidden(self, count: int) -> None:
-        """The first `count` feature slots become the draft's input [N,d]."""
-        if self._fuse is None:  # then F = d
+        """Turn the first `count` feature rows into the draft's input `hidden` [N,d]."""
+        if self._fuse is None:  # no fusion, so F = d
             self._hidden_in.view(1, count, self.hidden_size)[0] = self.feature_slots(count)
             return
         self._fuse.run(
@@ -95,14 +105,16 @@ class DraftEngine(CandidateEngine):
         )
 
     def shared(self, num_rows: int) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
-        """For a graph that takes turns with this engine: the features [1,N,F] in `feature_slots`,
-        and the cache as its inputs past_* and outputs present_*.
+        """Return the OrtValues for another graph that takes turns with this engine on its cache.
+
+        Returns the features [1,N,F] in `feature_slots`, and the cache as inputs past_* and as
+        outputs present_*.
         """
         features = self._features.value(1, num_rows, self.feature_size)
         return features, self._bound_past, self._bound_present
 
     def keep_rows(self, count: int) -> None:
-        """Rows that such a graph has written behind the kept ones."""
+        """Keep `count` rows that another graph (see `shared`) has written after the kept ones."""
         self.num_rows += count
         self._num_used = max(self._num_used, self.num_rows)
 
@@ -115,9 +127,11 @@ class DraftEngine(CandidateEngine):
         top_k: int,
         want_logits: bool = False,
     ) -> DraftOutput:
-        """Runs tree rows that carry what the head fed back; see `_run_tree`.
+        """Run tree rows with the head's own output as features and return their candidates.
 
-        hidden [N,d]: the `hidden` of the parents of ids [N].
+        ids: int64 [N], tokens of nodes at `depth` (1 = children of the root).
+        hidden: [N,d], the `hidden` output of the parents of `ids`.
+        row_mask: bool [N,W], the tree rows so far, including these, that each row attends to.
         """
         count = len(ids)
         self._hidden_in.view(1, count, self.hidden_size)[0] = hidden
@@ -136,12 +150,15 @@ class DraftEngine(CandidateEngine):
 
 
 def feature_size_of(target: TargetInfo, info: DraftInfo) -> int:
-    """F: columns of the target's features that this head fuses."""
+    """Return F, the number of columns of the target's features that this head fuses."""
     return len(info.aux_layer_ids) * target.hidden_size
 
 
 def _columns(target: TargetInfo, info: DraftInfo) -> slice | Int64s:
-    """Which columns of the target's features are the head's own; a slice makes no copy."""
+    """Return the columns of the target's features that the head fuses.
+
+    All columns are returned as a slice, because indexing with a slice does not copy.
+    """
     if info.aux_layer_ids == target.aux_layer_ids:
         return slice(None)
     width = target.hidden_size
@@ -150,7 +167,7 @@ def _columns(target: TargetInfo, info: DraftInfo) -> slice | Int64s:
 
 
 def _bound_fuse(manifest: Manifest, info: DraftInfo) -> Bound:
-    """What `extend` binds."""
+    """Return the tensors that the engine `draft_fuse` binds in `extend`."""
     dtype = manifest.plan.dtype
     return Bound(
         [TensorSpec("features", dtype, ("B", "N", feature_size_of(manifest.target, info)))],

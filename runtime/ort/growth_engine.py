@@ -1,7 +1,8 @@
-"""The engine `draft_tree`: extension, all depths, top-k and rerank of a draft in one call.
+"""The engine `draft_tree`: extends a draft's text and grows a whole tree in one call.
 
-It grows the plan's own tree. `DraftEngine` grows any other, a level a call; both run over one cache
-and may take turns within a request.
+Its graph contains the extension, all depths, top-k and rerank. It grows only the tree of the plan;
+with `DraftEngine`, any other tree is grown one level per call. Both engines share one cache and may
+take turns within a request.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from eagle3.runtime.trees.tree import Tree
 Int64s = NDArray[np.int64]
 
 ENGINE = "draft_tree"
-# A graph holds a copy of the layer for every depth, and compares all candidates and all nodes.
+# A graph contains one copy of the layer per depth, and compares candidates and nodes pairwise.
 _MAX_DEPTH, _MAX_CANDIDATES, _MAX_NODES = 16, 2048, 256
 
 
 def grown_tree(tree: TreePlan, draft_vocab_size: int) -> TreePlan | None:
-    """The sizes of a draft's tree as they are in use, which a graph is built for.
+    """Return the effective sizes of a draft's tree, for which a graph is built.
 
-    None where the tree is static, or too large to be unrolled into a graph; it then grows a level a
-    call.
+    Returns None if the tree is static or too large to be unrolled into a graph. Such a tree is
+    grown one level per call.
     """
     if tree.static is not None:
         return None
@@ -47,7 +48,10 @@ def grown_tree(tree: TreePlan, draft_vocab_size: int) -> TreePlan | None:
 
 
 class GrowthEngine:
-    """Batch 1, over the cache, the rows and the feature slots of a `DraftEngine`."""
+    """Grows trees in one call, batch 1.
+
+    Uses the cache, the rows and the feature slots of a `DraftEngine`.
+    """
 
     def __init__(
         self, bundle: Bundle, name: str, draft: DraftEngine, threads: int, clock: Clock
@@ -64,7 +68,11 @@ class GrowthEngine:
         self._num_nodes = Buffer(1, np.int64)
 
     def grows(self, tree: TreePlan) -> bool:
-        """Whether `tree` is the graph's own, or that with fewer nodes: the first of its nodes."""
+        """Return whether the graph can grow `tree`.
+
+        This is the case for the graph's own tree, and for the same tree with fewer nodes, which
+        consists of the first nodes of the graph's own tree.
+        """
         own = self._tree
         if tree.static is not None:
             return False
@@ -72,8 +80,12 @@ class GrowthEngine:
         return same and tree.num_draft_tokens <= own.num_draft_tokens
 
     def grow(self, next_ids: Int64s, num_draft_tokens: int) -> Tree:
-        """Keeps rows with the target's features (already in the draft's `feature_slots`) and grows
-        a tree of at most `num_draft_tokens` nodes under the last of next_ids [N].
+        """Run and keep rows with the target's features, and return a tree grown from them.
+
+        The features must already be in the draft's `feature_slots`.
+
+        next_ids: int64 [N], as in `DraftEngine.extend`; the last one is the root of the tree.
+        num_draft_tokens: maximum number of nodes, without the root.
         """
         count = len(next_ids)
         self._next_ids.view(1, count)[0] = next_ids
@@ -106,7 +118,10 @@ class GrowthEngine:
 
 
 def bound_growth(manifest: Manifest, info: DraftInfo) -> Bound:
-    """What a caller of the graph binds; F is of the layers that this head fuses."""
+    """Return the tensors that a caller of the graph binds.
+
+    `features` has only the columns of the layers that this head fuses.
+    """
     plan, nodes = manifest.plan, info.tree.num_draft_tokens + 1
     cache = (info.num_kv_heads, plan.draft_capacity, info.head_dim)
     inputs = (

@@ -1,7 +1,8 @@
 """Buffers and KV caches that are allocated once and shared with ONNX Runtime.
 
-A `Buffer` owns its memory for the life of the engine; a call sees views of its front. Past and
-present of a cache are the same OrtValue, so an engine writes it in place.
+A `Buffer` owns its memory for the lifetime of the engine; each call uses a view of its first
+elements. The past and present tensors of a cache are the same OrtValue, so an engine updates the
+cache in place.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from numpy.typing import DTypeLike, NDArray
 
 from eagle3.runtime.ort.ort_library import import_onnxruntime
 
-_ALIGNMENT = 64  # bytes; what ONNX Runtime's kernels like
+_ALIGNMENT = 64  # bytes; the alignment that suits ONNX Runtime's kernels
 
 
 def aligned_zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros whose first byte is aligned; pages are touched only when written."""
+    """Return an array of zeros with an aligned first byte.
+
+    Memory pages are touched only when they are written.
+    """
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
@@ -26,18 +30,18 @@ def aligned_zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
 
 
 class Buffer:
-    """Memory for one input or output, seen through views of different shapes of its front."""
+    """Memory for one input or output, with cached views of its first elements by shape."""
 
     def __init__(self, capacity: int, dtype: DTypeLike) -> None:
         self._flat = aligned_zeros((capacity,), dtype)
         self._values: dict[tuple[int, ...], tuple[NDArray[Any], Any]] = {}
 
     def view(self, *shape: int) -> NDArray[Any]:
-        """The front of the buffer as an array of `shape`; the next call may overwrite it."""
+        """Return the first elements as an array of `shape`. The next call may overwrite it."""
         return self._entry(shape)[0]
 
     def value(self, *shape: int) -> Any:
-        """The same memory as an OrtValue."""
+        """Return `view(*shape)` as an OrtValue on the same memory."""
         return self._entry(shape)[1]
 
     def _entry(self, shape: tuple[int, ...]) -> tuple[NDArray[Any], Any]:
@@ -49,14 +53,16 @@ class Buffer:
 
 
 def ort_value(array: NDArray[Any]) -> Any:
-    """An OrtValue that shares the array's memory."""
+    """Return an OrtValue that shares the memory of `array`."""
     return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, "cpu")
 
 
 class KvCache:
-    """Keys and values of every layer in one block [2, L, B, Hkv, S, D], of B sequences.
+    """The keys and values of every layer for B sequences, in one block [2, L, B, Hkv, S, D].
 
-    Slots 0 .. past-1 hold committed tokens; what stands behind them may be overwritten.
+    Slots 0 .. past-1 contain committed tokens; the slots after them may be overwritten.
+
+    Letters: L layers, B sequences, Hkv key-value heads, S capacity in slots, D head size.
     """
 
     def __init__(
@@ -75,9 +81,9 @@ class KvCache:
     def bindings(
         self, start: int = 0, stop: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(inputs past_*, outputs present_*) of sequences start .. stop-1, by default of all.
+        """Return the inputs past_* and the outputs present_* of sequences start .. stop-1.
 
-        The same memory under both names.
+        The default is all sequences. Both refer to the same memory.
         """
         values = {
             f"{kind}.{layer}": ort_value(of_layer[start:stop])
@@ -89,17 +95,21 @@ class KvCache:
         return past, present
 
     def copy(self, source: int, target: int, stop: int) -> None:
-        """Copies slots 0 .. stop-1 of sequence `source` to sequence `target`."""
+        """Copy slots 0 .. stop-1 of sequence `source` to sequence `target`."""
         self.block[:, :, target, :, :stop] = self.block[:, :, source, :, :stop]
 
     def clear(self, start: int = 0, stop: int | None = None) -> None:
-        """Zeros slots start .. stop-1. A masked slot has weight 0, but 0 times NaN is NaN."""
+        """Zero slots start .. stop-1 of all sequences.
+
+        This removes NaN: a masked slot has attention weight 0, but 0 times NaN is NaN.
+        """
         self.block[..., start:stop, :] = 0
 
     def keep(self, past: int, nodes: Sequence[int]) -> None:
-        """Moves slots past + nodes to past, past + 1, ...: the accepted path becomes contiguous.
+        """Move slots past + nodes to past, past + 1, ..., so the accepted path is contiguous.
 
-        nodes ascending; a node is never moved to the right, and a prefix already in place stays.
+        nodes: node indices in ascending order. A slot is never moved to the right, and a prefix
+        that is already in place is not copied.
         """
         first = next((i for i, node in enumerate(nodes) if node != i), len(nodes))
         if first == len(nodes):

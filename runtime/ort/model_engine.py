@@ -1,6 +1,7 @@
-"""A small causal LM as a draft: its engine over a cache of its own, a target's graph with top-k.
+"""The engine of a small causal LM as a draft.
 
-It reads tokens alone: no features, nothing fed back.
+Its graph is like that of a target, plus top-k, and it has its own KV cache. Its only input is
+tokens: it uses no features and feeds nothing back.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from eagle3.runtime.stats import Clock
 
 
 class ModelEngine(CandidateEngine):
-    """The LM `name` of a bundle. Positions of all rows of the tree so far are an input: a sliding
-    window reads them.
+    """The engine of the draft LM `name` of a bundle.
+
+    The positions of all tree rows so far are an additional input, which a sliding window needs.
     """
 
     def __init__(self, bundle: Bundle, name: str, threads: int, clock: Clock) -> None:
         manifest, info = bundle.manifest, bundle.manifest.drafts[name]
-        # First, so that a manifest which does not fit the graph sizes no buffer.
+        # Load first: a manifest that does not match the graph must not determine buffer sizes.
         bound = bound_candidates(
             manifest, info, [TensorSpec("window_positions", "int64", ("B", "W"))]
         )
@@ -34,7 +36,10 @@ class ModelEngine(CandidateEngine):
         self._window = Buffer(self._max_window, np.int64)
 
     def extend(self, ids: Int64s, top_k: int, want_logits: bool = False) -> Candidates:
-        """Runs the next tokens [N] of the text and keeps their rows; candidates of the last one."""
+        """Run the next tokens [N] of the text and keep their rows.
+
+        Returns the candidates of the last row.
+        """
         count = len(ids)
         self._window.view(1, count)[0] = np.arange(self.num_rows, self.num_rows + count)
         return self._run_text(ids, top_k, want_logits)
@@ -47,9 +52,13 @@ class ModelEngine(CandidateEngine):
         top_k: int,
         want_logits: bool = False,
     ) -> Candidates:
-        """Runs tree rows behind the text, whose last token is the root; see `_run_tree`."""
+        """Run tree rows after the text, whose last token is the root; return their candidates.
+
+        ids: int64 [N], tokens of nodes at `depth` (1 = children of the root).
+        row_mask: bool [N,W], the tree rows so far, including these, that each row attends to.
+        """
         count, window = row_mask.shape
-        # Those of the levels before are there.
+        # The positions of earlier levels are already in the buffer.
         self._window.view(1, window)[0, window - count :] = self.num_rows - 1 + depth
         return self._run_tree(ids, depth, row_mask, top_k, want_logits)
 

@@ -1,4 +1,4 @@
-"""Imports ONNX Runtime, or says which package to install."""
+"""Import of ONNX Runtime, with an error that names the package to install."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from eagle3.runtime.errors import EngineMissing
 
 
 def import_onnxruntime() -> Any:
-    """The module `onnxruntime`, or EngineMissing that says which extra to install."""
+    """Return the module `onnxruntime`.
+
+    Raises EngineMissing, with the extra to install, if it cannot be imported.
+    """
     try:
         import onnxruntime
     except ImportError as error:
         raise EngineMissing(
-            "no engine package is installed: pip install 'eagle3[cpu]' (or 'eagle3[gpu]' on an "
+            "no engine package is installed: run pip install 'eagle3[cpu]' (or 'eagle3[gpu]' on an "
             f"NVIDIA machine) ({error})"
         ) from error
     return onnxruntime

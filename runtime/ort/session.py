@@ -1,9 +1,7 @@
-"""An ONNX Runtime session over buffers that are allocated once.
+"""ONNX Runtime sessions that run on preallocated buffers (`kv_cache.py`).
 
-Who owns what: a `Buffer` owns its memory for the life of the engine; a call sees views of its
-front. Past and present of a cache are the same OrtValue, so an engine writes it in place.
-`load_session` compares a graph with its manifest and with what its caller will bind, so that a
-foreign one is refused before anything is allocated for it.
+`load_session` compares a graph with its manifest and with the tensors that the caller will bind. A
+graph that does not match is rejected before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -19,22 +17,23 @@ from eagle3.runtime.ort.ort_library import import_onnxruntime
 from eagle3.runtime.ort.signature import Bound, check_tensors, tensor_spec
 from eagle3.runtime.stats import Clock
 
-OrtValues = tuple[Mapping[str, Any], Mapping[str, Any]]  # OrtValues by name: inputs, outputs
+OrtValues = tuple[Mapping[str, Any], Mapping[str, Any]]  # inputs and outputs, OrtValues by name
 
 _MAX_BINDINGS = 256
 _BACKEND = "ort-cpu"
 
 
 class Session:
-    """One compiled graph. Calls of equal shapes reuse one of the newest bindings."""
+    """One loaded graph. Calls of the same shapes reuse one of the newest bindings."""
 
     def __init__(self, path: Path, name: str, threads: int, clock: Clock) -> None:
         ort = import_onnxruntime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # failures come back as exceptions
-        # Two sessions take turns: a pool that spins after its run would take the other's core.
+        options.log_severity_level = 4  # failures are raised as exceptions
+        # Sessions run in turns: a thread pool that still spins after its run would take cores from
+        # the next session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
             self._session = ort.InferenceSession(
@@ -49,10 +48,12 @@ class Session:
         self._bindings: dict[Hashable, Any] = {}
 
     def run(self, key: Hashable, values: Callable[[], OrtValues]) -> None:
-        """Runs once over OrtValues, by name: `values()` gives (inputs, outputs).
+        """Run the graph once.
 
-        `key` names the shapes of the call: it is bound once, and with a key seen before the same
-        memory is read and written again. Raises EngineError when ONNX Runtime fails.
+        key: identifies the shapes of the call. They are bound on the first call with a key; later
+        calls with that key read and write the same memory again.
+        values: returns the inputs and outputs as OrtValues by name. It is called only to bind.
+        Raises EngineError if ONNX Runtime fails.
         """
         try:
             binding = self._bindings.get(key)
@@ -66,7 +67,7 @@ class Session:
         self._clock.calls[self.name] = self._clock.calls.get(self.name, 0) + 1
 
     def _remember(self, key: Hashable, binding: Any) -> Any:
-        """Keeps the binding; the oldest one goes when there are too many."""
+        """Store the binding, and drop the oldest one if there are too many."""
         while len(self._bindings) >= _MAX_BINDINGS:
             del self._bindings[next(iter(self._bindings))]
         self._bindings[key] = binding
@@ -82,10 +83,10 @@ class Session:
 
 
 def load_session(bundle: Bundle, name: str, bound: Bound, threads: int, clock: Clock) -> Session:
-    """Loads engine `name` of a bundle.
+    """Load engine `name` of a bundle.
 
-    Raises BundleError when it was built for another backend, cannot be loaded, or when its inputs
-    and outputs are not those of its manifest and of `bound`.
+    Raises BundleError if the engine was built for another backend, if it cannot be loaded, or if
+    its inputs and outputs do not match its manifest and `bound`.
     """
     _refuse_other_backend(bundle)
     path = bundle.path(bundle.manifest.engines[name].file)
@@ -98,7 +99,7 @@ def _refuse_other_backend(bundle: Bundle) -> None:
     plan = bundle.manifest.plan
     if plan.backend != _BACKEND:
         raise BundleError(
-            f"{bundle.root} was built for backend {plan.backend} in {plan.dtype}, here runs"
-            f" {_BACKEND}: load it with device 'cuda' (--device cuda), or export it again with"
-            f" --backend {_BACKEND} --dtype float32"
+            f"{bundle.root} was built for backend {plan.backend} in {plan.dtype}, but device 'cpu'"
+            f" needs backend {_BACKEND}: load it with device 'cuda' (--device cuda), or export it"
+            f" again with --backend {_BACKEND} --dtype float32"
         )

@@ -1,4 +1,4 @@
-"""The inputs and outputs of an engine, compared with its manifest and with what a caller binds."""
+"""Checks that the inputs and outputs of an engine match its manifest and what a caller binds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.bundle.manifest import TensorSpec
 from eagle3.runtime.errors import BundleError
 
-_DTYPES = {"tensor(float)": "float32"}  # of other dtypes `tensor(X)`, X is our name
+_DTYPES = {"tensor(float)": "float32"}  # any other `tensor(X)` is named X
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a caller binds to an engine: every input, and the outputs that it may ask for.
+    """The tensors that a caller binds to an engine.
 
-    Both are read lazily, up to the first that the engine has not: a manifest may claim any
-    number of layers.
+    inputs: every input. outputs: the outputs that the caller may request.
+    Both are read lazily, up to the first tensor that the engine does not have, because a manifest
+    may claim any number of layers.
     """
 
     inputs: Iterable[TensorSpec]
@@ -29,14 +30,17 @@ class Bound:
 def cache_specs(
     prefix: str, num_layers: int, shape: tuple[int, int, int], dtype: str
 ) -> Iterator[TensorSpec]:
-    """The caches `prefix`_k.0, `prefix`_v.0, ... of an engine; shape: Hkv, S, D."""
+    """Yield the cache tensors `prefix`_k.0, `prefix`_v.0, ... of an engine.
+
+    shape: (Hkv, S, D), that is key-value heads, capacity in slots and head size.
+    """
     for layer in range(num_layers):
         for kind in "kv":
             yield TensorSpec(f"{prefix}_{kind}.{layer}", dtype, ("B", *shape))
 
 
 class HasTensors(Protocol):
-    """A graph that says what it takes and gives."""
+    """A graph that lists its inputs and outputs."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -51,9 +55,11 @@ def check_tensors(
     more_outputs: bool,
     fixed: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Raises BundleError unless the graph of engine `name` has the tensors of its manifest and of
-    `bound`; more_outputs: it may have outputs that nobody binds; fixed: symbols that it was loaded
-    with a number for."""
+    """Raise BundleError unless the graph of engine `name` matches its manifest and `bound`.
+
+    more_outputs: whether the graph may have outputs that the caller does not bind.
+    fixed: values of symbolic dimensions that became constants when the graph was loaded.
+    """
 
     def loaded(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
         return (replace(s, shape=tuple(fixed.get(str(d), d) for d in s.shape)) for s in specs)
@@ -69,7 +75,7 @@ def check_tensors(
 
 
 def tensor_spec(value: Any) -> TensorSpec:
-    """An input or output as ONNX Runtime describes it; an unnamed dimension is "?"."""
+    """Return the TensorSpec of an ONNX Runtime input or output. An unnamed dimension is "?"."""
     dtype = _DTYPES.get(value.type, value.type.removeprefix("tensor(").removesuffix(")"))
     return TensorSpec(value.name, dtype, tuple("?" if dim is None else dim for dim in value.shape))
 
@@ -82,19 +88,23 @@ def _compare(
     *,
     more_allowed: bool = False,
 ) -> None:
-    """Names, dtypes, ranks and static dimensions; what a symbolic dimension is called is free."""
+    """Raise BundleError unless `found` matches `expected`.
+
+    Names, dtypes, ranks and static dimensions must match; the names of symbolic dimensions need
+    not.
+    """
     left = {spec.name: spec for spec in found}
     for spec in expected:
         own = left.pop(spec.name, None)
         if own is None or _static(own) != _static(spec):
             raise BundleError(
-                f"{where} {_say(spec)} is asked for by {source}, the graph has"
+                f"{where} {_say(spec)} is required by {source}, but the graph has"
                 f" {'none of that name' if own is None else _say(own)}: export the bundle again"
             )
     if left and not more_allowed:
         raise BundleError(
-            f"{where} {_say(next(iter(left.values())))} is unknown to {source}: export the bundle"
-            " again"
+            f"{where} {_say(next(iter(left.values())))} is not expected by {source}: export the"
+            " bundle again"
         )
 
 

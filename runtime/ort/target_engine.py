@@ -23,11 +23,12 @@ Floats = NDArray[Any]
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one target call said; arrays are views that the next call overwrites.
+    """The outputs of one target call. The arrays are views that the next call overwrites.
 
-    next_token: int64 [M], the argmax of each row asked for, -1 where its logits are NaN. logits:
-    float32 [M,V], only when they were asked for. features: [N,F] of all rows; None in a bundle
-    without a draft.
+    next_token: int64 [M], the argmax of each requested row; -1 if its logits are NaN.
+    logits: float32 [M,V], or None unless requested.
+    features: [N,F] of all rows, in the plan's dtype; None in a bundle without a draft that uses
+    features.
     """
 
     next_token: Int64s
@@ -36,14 +37,15 @@ class TargetOutput:
 
 
 class TargetEngine:
-    """The target with its cache and buffers, batch 1.
+    """The target's session with its KV cache and buffers, batch 1.
 
-    Letters: N rows of a call (at most `max_rows`), M rows with logits, S capacity.
+    Letters: N rows of a call (at most `max_rows`), M rows with logits, V target vocabulary, F width
+    of the features.
     """
 
     def __init__(self, bundle: Bundle, threads: int, clock: Clock) -> None:
         plan, info = bundle.manifest.plan, bundle.manifest.target
-        # First, so that a manifest which does not fit the graph sizes no buffer.
+        # Load first: a manifest that does not match the graph must not determine buffer sizes.
         self._session = load_session(
             bundle, "target", bound_target(bundle.manifest), threads, clock
         )
@@ -70,11 +72,11 @@ class TargetEngine:
 
     @property
     def max_verify_rows(self) -> int:
-        """The most rows that one `verify` may have."""
+        """Maximum number of rows (nodes, including the root) of one `verify` call."""
         return self._max_logit_rows
 
     def prefill(self, ids: Int64s, past: int, want_logits: bool) -> TargetOutput:
-        """Runs ids [N] at positions past .. past+N-1; logits of the last row only."""
+        """Run ids int64 [N] at positions past .. past+N-1. Return the output of the last row."""
         num_rows = len(ids)
         self._ids.view(1, num_rows)[0] = ids
         self._positions.view(1, num_rows)[0] = np.arange(past, past + num_rows)
@@ -83,7 +85,7 @@ class TargetEngine:
         return self._run(num_rows, 1, past, want_logits)
 
     def verify(self, tree: Tree, past: int, want_logits: bool) -> TargetOutput:
-        """Runs the tree's M nodes behind `past` committed slots (method section 1, step 2)."""
+        """Run the M nodes of `tree` after `past` committed slots (docs/method.md, section 1)."""
         num_rows = tree.num_nodes
         self._ids.view(1, num_rows)[0] = tree.tokens
         np.add(tree.depths, past, out=self._positions.view(1, num_rows)[0], casting="unsafe")
@@ -92,11 +94,14 @@ class TargetEngine:
         return self._run(num_rows, num_rows, past, want_logits)
 
     def keep(self, past: int, path: tuple[int, ...]) -> None:
-        """Keeps root and accepted path of the last verified tree, contiguous from slot `past`."""
+        """Keep the root and the accepted path of the last verified tree.
+
+        They become contiguous, starting at slot `past`.
+        """
         self._cache.keep(past, (0, *path))
 
     def clear(self, past: int = 0) -> None:
-        """Wipes every slot from `past` on: needed once numbers that are none may stand there."""
+        """Zero every slot from `past` on. This is required once they may contain NaN."""
         self._cache.clear(past)
 
     def _run(self, num_rows: int, picked: int, past: int, want_logits: bool) -> TargetOutput:
@@ -135,7 +140,7 @@ class TargetEngine:
 
 
 def bound_target(manifest: Manifest) -> Bound:
-    """What a caller of the target's graph binds."""
+    """Return the tensors that a caller of the target's graph binds."""
     plan, info = manifest.plan, manifest.target
     cache = (info.num_kv_heads, plan.cache_capacity, info.head_dim)
     inputs = (

@@ -1,4 +1,9 @@
-"""The round loop: what a request commits, when it ends, what it cost (method sections 1, 5)."""
+"""The round loop: which tokens a request commits, when it ends, and what it costs (method sections
+1
+and 5).
+
+The loop serves every drafter and device; rounds are behind the protocol in `protocol.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,9 @@ from eagle3.runtime.stats import Clock, StatsRecorder
 
 @dataclass(frozen=True)
 class Round:
-    """What a round, or the prefill, gave: committed tokens and, if asked for, their logprobs."""
+    """The result of a round or of the prefill: committed tokens and, if requested,
+    log-probabilities.
+    """
 
     committed: Committed
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -30,7 +37,7 @@ class Round:
 
 @dataclass
 class Decoding:
-    """One request on one engine; owns nothing that outlives the request."""
+    """The decoding of one request on one engine. It owns nothing that outlives the request."""
 
     engine: RoundEngine
     sequence: TokenSequence
@@ -42,10 +49,11 @@ class Decoding:
     stats: StatsRecorder
 
     def rounds(self, prompt: NDArray[np.int64]) -> Iterator[Round]:
-        """Prefill, then rounds until the sequence ends. The consumer's time is not counted.
+        """Prefill, then yield rounds until the sequence ends. The time spent by the consumer is
+        not counted.
 
-        Raises EngineError when an engine fails or the target's logits are no numbers; the next
-        request is not affected.
+        Raises EngineError if an engine fails or the target's logits are NaN. The next request is
+        not affected.
         """
         try:
             yield from self._rounds(prompt)
@@ -69,7 +77,7 @@ class Decoding:
             yield self._timed_round()
 
     def _prefill(self, prompt: NDArray[np.int64]) -> Round:
-        """Runs the prompt in chunks; the last row gives the first token."""
+        """Run the prompt in chunks. The last row gives the first token."""
         for start in range(0, len(prompt), self.engine.prefill_chunk):
             if self.cancel.is_set():
                 return Round(self.sequence.cancel())

@@ -1,7 +1,8 @@
-"""When a request ends, and what of it may be shown: one state machine for every drafter.
+"""When a request ends, and which part of its text can be shown: one state machine for every
+drafter.
 
-Every committed token passes `commit`, in order; what a round accepted behind an ending is dropped
-here and never seen again (method section 5).
+Every committed token passes through `commit`, in order. Tokens that a round accepted after an
+ending are dropped here (method section 5).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class Committed:
-    """What one round added: its token ids, the text that may be shown now, and how it ended."""
+    """What one round added: token ids, the text that can be shown now, and the reason
+    if it ended.
+    """
 
     token_ids: tuple[int, ...]
     text: str
@@ -25,9 +28,9 @@ class Committed:
 
 
 class TokenSequence:
-    """Token ids of one request from the end of its prompt on.
+    """The generated token ids of one request.
 
-    `limit`: how many tokens it may get, by max_new_tokens and by the context together.
+    limit: maximum number of tokens, from max_new_tokens and from the context.
     """
 
     def __init__(self, limit: int, eos_token_ids: Collection[int], text_stream: TextStream) -> None:
@@ -37,14 +40,14 @@ class TokenSequence:
 
     @property
     def remaining(self) -> int:
-        """How many more tokens it may get."""
+        """The number of tokens that can still be generated."""
         return self._limit - len(self.token_ids)
 
     def commit(self, tokens: Sequence[int]) -> Committed:
-        """Adds tokens up to and including the one that ends the request.
+        """Add tokens up to and including the one that ends the request.
 
-        An EOS token is part of token_ids and never of the text; so is the token that completes a
-        stop string, whose text ends before the string.
+        An EOS token is part of token_ids but never of the text. The token that completes a stop
+        string is part of token_ids too; the text ends before the stop string.
         """
         shown: list[str] = []
         first = len(self.token_ids)
@@ -57,7 +60,7 @@ class TokenSequence:
         return Committed(tuple(self.token_ids[first:]), "".join(shown), self.finish_reason)
 
     def cancel(self) -> Committed:
-        """Ends it where it stands."""
+        """End the request at its current length."""
         self.finish_reason = "cancelled"
         return Committed((), self._text.flush(), "cancelled")
 

@@ -1,4 +1,6 @@
-"""Rounds whose every step the host takes: numpy trees, ONNX Runtime engines (method section 1)."""
+"""Rounds whose steps all run on the host: numpy trees and ONNX Runtime engines (method
+section 1).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ from eagle3.runtime.trees.tree import Tree
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a round starts: `past` tokens are in the cache, the newest committed one is not.
+    """The state at the start of a round: `past` tokens are in the cache, the newest committed one
+    is not.
 
-    carried: tokens that a round accepted behind it and this one verifies again (`settle`).
-    num_ahead: how many tokens the drafter has observed from position `past` on.
+    carried: tokens that the previous round accepted after it and that this round verifies again
+    (`settle`). num_ahead: number of tokens from position `past` on that the drafter has observed.
     """
 
     past: int
@@ -31,7 +34,7 @@ class _Place:
 
 
 class HostRounds:
-    """One request on one target and one drafter."""
+    """The rounds of one request, on one target and one drafter."""
 
     def __init__(self, target: TargetEngine, drafter: Drafter, rule: AcceptanceRule) -> None:
         self._target, self._drafter, self._rule = target, drafter, rule
@@ -41,31 +44,31 @@ class HostRounds:
         self._place = _Place(0)
 
     def start(self, prompt: NDArray[np.int64]) -> None:
-        """Forgets the sequence before."""
+        """Start a new sequence and discard the previous one."""
         self._drafter.reset()
         self._prompt, self._place = prompt, _Place(past=len(prompt))
 
     def prefill(self, start: int) -> None:
-        """Runs one chunk; the drafter observes it."""
+        """Run one chunk of the prompt. The drafter observes it."""
         ids = self._prompt[start : start + self.prefill_chunk]
         self._output = self._target.prefill(ids, start, self._rule.want_logits)
         self._drafter.observe(ids, self._output.features)
 
     def first(self) -> Step:
-        """By the same rule as every later token."""
+        """Return the first token, chosen by the same rule as every later token."""
         assert self._output is not None
         tree = Tree.root_only(int(self._prompt[-1]))
         accepted = self._rule.accept(tree, self._output, len(self._prompt) - 1)
         return self._step(tree, self._output, Settled(accepted.path, accepted.token))
 
     def last_logits(self) -> NDArray[np.float32]:
-        """A copy of the row that `first` reads."""
+        """Return a copy of the logits that `first` reads."""
         assert self._output is not None and self._output.logits is not None
         row: NDArray[np.float32] = self._output.logits[0].copy()
         return row
 
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
-        """A tree that fits what is left of the context and of the tokens."""
+        """Return the tree cut to the remaining context and tokens, or None for no draft."""
         target, num_carried = self._target, len(self._still_fits(remaining))
         depth = min(tree.draft_depth, remaining - 1 - num_carried)
         room = min(target.capacity - self._place.past, target.max_verify_rows) - 1 - num_carried
@@ -75,7 +78,7 @@ class HostRounds:
         return replace(tree, draft_depth=depth, num_draft_tokens=nodes)
 
     def round(self, root: int, remaining: int, tree: TreePlan | None) -> Step:
-        """Propose, verify, accept, keep."""
+        """Run one round: propose, verify, accept, keep."""
         carried = self._still_fits(remaining)
         draft = self._propose(carried[-1] if carried else root, tree)
         accepted, step = self._verify(root, carried, draft)
@@ -87,11 +90,11 @@ class HostRounds:
         )
 
     def clear(self) -> None:
-        """Wipes the target's cache."""
+        """Clear the target's cache."""
         self._target.clear()
 
     def _verify(self, root: int, carried: tuple[int, ...], draft: Tree) -> tuple[Accepted, Step]:
-        """Verify, accept, keep: the newest committed token is the root."""
+        """Verify, accept and keep. The root is the newest committed token."""
         past, rule = self._place.past, self._rule
         tree = draft.laid_out(root, carried) if rule.token_exact else draft
         output = self._target.verify(tree, past, rule.want_logits)
@@ -118,11 +121,12 @@ class HostRounds:
         return accepted, self._step(tree, output, settled)
 
     def _row_by_row(self, tree: Tree, past: int) -> TargetOutput:
-        """Every row from a call of its own path, as plain decoding would come to it.
+        """Compute every row in a call of its own path, as plain decoding would.
 
-        A draft token that the target has no numbers for spoils every row of its call: a masked
-        slot has weight 0, but 0 times NaN is NaN. The tree must not be dropped for it: that a drawn
-        token spoiled its call would then decide what is drawn instead.
+        A draft token for which the target returns NaN spoils every row of its call, because a
+        masked slot has weight 0 and 0 times NaN is NaN. Dropping the whole tree instead would bias
+        the result: the fact that a *drawn* token spoiled its call would decide what is drawn
+        instead.
         """
         each = [self._run_path(tree, past, tree.path(node)) for node in range(tree.num_nodes)]
         return TargetOutput(
@@ -132,7 +136,7 @@ class HostRounds:
         )
 
     def _run_path(self, tree: Tree, past: int, path: tuple[int, ...]) -> TargetOutput:
-        """Root and `path` alone in a clean cache; copies of the last row."""
+        """Run the root and `path` alone in a clean cache, and return copies of the last row."""
         self._target.clear(past)
         tokens = [tree.token_list[node] for node in path]
         chain = Tree.chain(tree.token_list[0], tokens)
@@ -145,7 +149,7 @@ class HostRounds:
         )
 
     def _still_fits(self, remaining: int) -> tuple[int, ...]:
-        """The carried tokens that the context and the tokens asked for leave room for."""
+        """Return the carried tokens that fit the remaining context and tokens."""
         room = min(
             remaining - 1,
             self._target.capacity - self._place.past - 1,
@@ -154,7 +158,7 @@ class HostRounds:
         return self._place.carried[: max(room, 0)]
 
     def _propose(self, root: int, budget: TreePlan | None) -> Tree:
-        """A tree under the newest token, carried or committed; ids that are no tokens end it."""
+        """Return a tree under the newest token, carried or committed. Invalid ids end the tree."""
         if budget is None:
             return Tree.root_only(root)
         temperature = self._rule.draft_temperature
@@ -169,6 +173,6 @@ class HostRounds:
 
 
 def _stacked(rows: list[NDArray[Any] | None]) -> NDArray[Any] | None:
-    """[M, ...] of M rows [1, ...]; None when they are None."""
+    """Concatenate M rows [1, ...] to [M, ...]. Returns None if the rows are None."""
     there = [row for row in rows if row is not None]
     return np.concatenate(there) if there else None

@@ -1,24 +1,26 @@
-"""Switches speculation off while it costs more than it gains (long contexts, a draft that misses).
+"""Switches speculation off while it costs more than it gains: long contexts, or a draft that
+misses.
 
-Only whether a round drafts is decided here, never what is accepted: the output follows the same
-law either way, and is the same text under greedy and `coupled`.
+This only decides whether a round drafts, never what is accepted. The output follows the same
+distribution either way, and is the same text under greedy and `coupled`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_WINDOW = 32  # speculative rounds between two judgements; older ones count half each time
-_TOLERANCE = 0.95  # of the plain speed; below it is a loss
-_SAMPLES = 2  # plain rounds timed before a judgement
-_STALE = 512  # rounds after which plain decoding is timed again: its cost grows with the context
-_REST = 48  # plain rounds before speculation gets another chance
-_MIN_ACCEPTANCE_LENGTH = 1.15  # the judgement where times may not decide
+_WINDOW = 32  # speculative rounds between two decisions; older rounds count half each time
+_TOLERANCE = 0.95  # fraction of the plain speed; anything slower counts as a loss
+_SAMPLES = 2  # plain rounds timed before a decision
+# rounds after which plain decoding is timed again, since its cost grows with the context
+_STALE = 512
+_REST = 48  # plain rounds before speculation is tried again
+_MIN_ACCEPTANCE_LENGTH = 1.15  # threshold used where times must not decide
 
 
 @dataclass
 class PlainCost:
-    """What a plain round costs on this engine, in nanoseconds; kept between requests."""
+    """The cost of a plain round on this engine, in nanoseconds. Kept between requests."""
 
     ns: float = 0.0
     _samples: int = 0
@@ -26,18 +28,18 @@ class PlainCost:
 
     @property
     def known(self) -> bool:
-        """Whether it was timed, and not too long ago."""
+        """Whether the cost was measured recently enough."""
         return self._samples >= _SAMPLES and self._age < _STALE
 
     def record(self, time_ns: int) -> None:
-        """One more plain round; the newest weighs most."""
+        """Record a plain round. The newest round has the largest weight."""
         if self._age >= _STALE:
             self._samples = 0
         self._samples, self._age = self._samples + 1, 0
         self.ns += (time_ns - self.ns) / min(self._samples, 8)
 
     def grow_older(self) -> None:
-        """A round went by that was not plain."""
+        """Record that a round with a draft passed."""
         self._age += 1
 
 
@@ -45,9 +47,9 @@ class PlainCost:
 class Pace:
     """Decides before each round of a request whether to draft.
 
-    by_time: judge by measured time per token. Otherwise judge by the acceptance length alone,
+    by_time: decide by measured time per token. Otherwise decide by the acceptance length alone,
     which does not depend on the machine: under the `rejection` rule the text of a seed depends on
-    the trees proposed, and must not depend on how busy the machine was.
+    the proposed trees, so it must not depend on how busy the machine is.
     """
 
     enabled: bool
@@ -61,7 +63,7 @@ class Pace:
     _rest: int = 0
 
     def should_draft(self) -> bool:
-        """Whether the next round proposes a tree."""
+        """Return whether the next round drafts."""
         if not self.enabled:
             return True
         if self._rest:
@@ -75,11 +77,11 @@ class Pace:
         return True
 
     def record_plain(self, time_ns: int) -> None:
-        """Learns what a round of one row cost."""
+        """Record the cost of a round with one row."""
         self.plain.record(time_ns)
 
     def record_draft(self, tokens: int, time_ns: int) -> None:
-        """Learns what a round with a draft gave and cost, whatever the drafter proposed."""
+        """Record the tokens and the cost of a round with a draft, whatever the drafter proposed."""
         self.plain.grow_older()
         self._unjudged += 1
         self._rounds += 1

@@ -1,7 +1,8 @@
-"""What the round loop needs of an engine: a prompt run in chunks, then one round at a time.
+"""The protocol between the round loop and an engine: a prompt in chunks, then one round at a time.
 
-`decode.py` decides when a request ends and what of it is shown; a `RoundEngine` proposes, verifies,
-accepts and keeps (method section 1), on the host (`host_rounds.py`) or on a GPU (`gpu/rounds.py`).
+`decode.py` decides when a request ends and what is shown. A `RoundEngine` proposes, verifies,
+accepts and keeps (method section 1), on the host (`host_rounds.py`) or on a GPU
+(`gpu/device_rounds.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from eagle3.runtime.acceptance.rules import TokenLogprob
 class Step:
     """What one round, or the prefill, accepted.
 
-    tokens: to be committed, the target's own token last. num_levels: of the tree that was verified;
-    num_accepted: draft tokens accepted of what this round proposed. plain: only the newest token
-    ran. logprobs: of `tokens`, if asked for.
+    tokens: the tokens to commit, the target's own token last. num_levels: levels of the verified
+    tree. num_accepted: accepted draft tokens among those that this round proposed. plain: whether
+    only the newest token ran. logprobs: log-probabilities of `tokens`, if requested.
     """
 
     tokens: tuple[int, ...]
@@ -33,28 +34,31 @@ class Step:
 
 
 class RoundEngine(Protocol):
-    """One request's rounds; owns nothing that outlives the request. Raises EngineError."""
+    """The rounds of one request. It owns nothing that outlives the request. Raises EngineError."""
 
     prefill_chunk: int
 
     def start(self, prompt: NDArray[np.int64]) -> None:
-        """Forgets what came before; `prompt` [P] is the sequence to go on from."""
+        """Start a new sequence with the prompt `prompt`, int64 [P], and discard the
+        previous one.
+        """
 
     def prefill(self, start: int) -> None:
-        """Runs the prompt's chunk from `start` on, at most prefill_chunk ids of it."""
+        """Run the chunk of the prompt that begins at `start`, at most prefill_chunk ids."""
 
     def first(self) -> Step:
-        """The token behind the prompt, once all chunks have run."""
+        """Return the first token, after all chunks have run."""
 
     def last_logits(self) -> NDArray[np.float32]:
-        """float32 [V], of the prompt's last row, once all chunks have run; the rule must want
-        logits."""
+        """Return the logits float32 [V] of the prompt's last row, after all chunks have run. The
+        rule must require logits.
+        """
 
     def fit(self, tree: TreePlan, remaining: int) -> TreePlan | None:
-        """The tree cut to what the context and the tokens to go leave room for; None: no draft."""
+        """Return the tree cut to the remaining context and tokens, or None for no draft."""
 
     def round(self, root: int, remaining: int, tree: TreePlan | None) -> Step:
-        """One round under `root`, the newest committed token; tree None: without a draft."""
+        """Run one round under `root`, the newest committed token. tree: None for no draft."""
 
     def clear(self) -> None:
-        """After an EngineError: nothing of it reaches the next request."""
+        """Clear the caches after an EngineError, so that nothing reaches the next request."""

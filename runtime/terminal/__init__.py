@@ -1,5 +1,5 @@
-"""What only the command line needs: options, console output, the chat loop.
+"""Helpers of the command line: shared options, console output and the chat loop.
 
-A service that embeds the runtime imports nothing from this room. The commands themselves are in
-`cli.py` and in the `commands` room of each stage.
+A service that embeds the runtime does not need this package. The commands themselves are in
+`cli.py` and in the `commands` package of each stage.
 """

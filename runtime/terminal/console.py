@@ -1,4 +1,7 @@
-"""What the command line reads and shows: stdin, an answer's stream, Ctrl-C, statistics in words."""
+"""Input and output of the command line: stdin, streamed answers, Ctrl-C and printed statistics.
+
+`cli.py` calls `answer` and `compare`; `conversation.py` calls `answer` for every turn of a chat.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from eagle3.runtime.errors import RequestError
 from eagle3.runtime.stats import NEAR_ZERO_ACCEPTANCE, Stats
 from eagle3.runtime.text.prompt_encoding import Prompt
 
-_ENOUGH_ROUNDS = 8  # with a draft, before its acceptance says anything
+_ENOUGH_ROUNDS = 8  # fewer rounds with a draft are too few to judge its acceptance
 _WARM_UP_TOKENS = 8
 
 Write = Callable[[str], None]
@@ -24,9 +27,9 @@ Write = Callable[[str], None]
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of raising; a second one raises KeyboardInterrupt.
+    """Yield an event that Ctrl-C sets instead of raising KeyboardInterrupt; a second Ctrl-C raises.
 
-    Off the main thread, where Python delivers no signals, the event is only never set.
+    Python delivers signals to the main thread only, so in any other thread the event is never set.
     """
     cancel = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -46,44 +49,48 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def stdin_text(note: Write) -> str:
-    """All of stdin, less the newline that ends it. Raises RequestError if it is not UTF-8."""
+    """Return all of stdin without its final newline.
+
+    Raises RequestError if stdin is closed or its text is not valid UTF-8.
+    """
     stdin = _open_stdin()
     if stdin.isatty():
-        note("reading the prompt from the terminal; Ctrl-D ends it")
+        note("enter the prompt, then press Ctrl-D on a new line")
     try:
         text = stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"the prompt on stdin is not UTF-8: {error}") from error
+        raise RequestError(f"the prompt on stdin is not UTF-8 text: {error}") from error
     return text.removesuffix("\n").removesuffix("\r")
 
 
 def typed_lines(note: Write) -> Iterator[str]:
-    """Lines of the terminal, with a prompt and line editing, or of whatever stdin is.
+    """Return an iterator over the lines of stdin; a terminal gets a prompt and line editing.
 
-    A line that is not UTF-8 is named and left out. Raises RequestError, at once, without a stdin.
+    A line that is not valid UTF-8 is reported with `note` and skipped. Raises RequestError
+    immediately if stdin is closed.
     """
     stdin = _open_stdin()
     if not stdin.isatty():
         raw = iter(stdin.buffer)
         return _lines(lambda: next(raw).decode("utf-8"), note)
-    import readline  # noqa: F401  (gives input() its editing and history)
+    import readline  # noqa: F401  (adds line editing and history to input())
 
     return _lines(lambda: input("> "), note)
 
 
 def _open_stdin() -> TextIO:
     if sys.stdin is None:
-        raise RequestError("stdin is closed, so no text can be read from it: leave it open")
+        raise RequestError("stdin is closed, so no input can be read: keep it open")
     return sys.stdin
 
 
 def _lines(read: Callable[[], str], note: Write) -> Iterator[str]:
-    """What `read` gives until the end, which is StopIteration or, at a terminal, EOFError."""
+    """Yield what `read` returns until it raises StopIteration or, at a terminal, EOFError."""
     while True:
         try:
             line = read()
         except UnicodeDecodeError as error:
-            note(f"error: the line is not UTF-8: {error}")
+            note(f"error: the line is not UTF-8 text: {error}")
         except StopIteration:
             return
         except EOFError:
@@ -94,7 +101,10 @@ def _lines(read: Callable[[], str], note: Write) -> Iterator[str]:
 
 
 def answer(engine: Engine, prompt: Prompt, write: Write, **options: Any) -> Result:
-    """Streams the answer's text to `write`. Ctrl-C ends it with finish_reason "cancelled"."""
+    """Generate an answer and pass its text to `write` as it is produced.
+
+    options: those of `Engine.stream`. Ctrl-C ends the answer with finish_reason "cancelled".
+    """
     result = None
     with interruptible() as cancel:
         for chunk in engine.stream(prompt, cancel=cancel, **options):
@@ -105,11 +115,11 @@ def answer(engine: Engine, prompt: Prompt, write: Write, **options: Any) -> Resu
 
 
 def stats_lines(result: Result) -> list[str]:
-    """The statistics of an answer in words, with what the user should know about them."""
+    """Return the statistics of an answer as lines of text, followed by `warnings`."""
     stats = result.stats
     lines = [
         f"{len(result.token_ids)} tokens ({result.finish_reason}),"
-        f" {stats.tokens_per_second:.1f} tokens/s; prefill of {result.prompt_tokens} tokens"
+        f" {stats.tokens_per_second:.1f} tokens/s; prefill: {result.prompt_tokens} tokens in"
         f" {stats.prefill_ms:.0f} ms"
     ]
     if stats.rounds > stats.plain_rounds:
@@ -121,40 +131,43 @@ def stats_lines(result: Result) -> list[str]:
 
 
 def warnings(stats: Stats) -> list[str]:
-    """A draft that misses, speculation that was given up."""
+    """Return a warning if the draft is hardly ever accepted, and a note if drafting was stopped."""
     lines = []
     drafted = stats.rounds - stats.plain_rounds
     first = stats.accepted_by_position[0] if stats.accepted_by_position else 1.0
-    # A text need not repeat itself: only a model that misses is at fault.
+    # Low acceptance of `lookup` is normal, because a text need not repeat itself.
     a_model = stats.drafter != LookupDrafter.name
     if a_model and drafted >= _ENOUGH_ROUNDS and first < NEAR_ZERO_ACCEPTANCE:
         lines.append(
-            f"warning: only {first:.1%} of the first draft tokens were accepted: on ordinary text"
-            " that is a wiring fault of a head (fused layers, RoPE, vocabulary mapping, chat"
-            " template), or an LM too weak to draft; see `eagle3 inspect`, and the prompt with"
-            " --show-prompt"
+            f"warning: only {first:.1%} of the first draft tokens were accepted; on ordinary text,"
+            " this indicates a wiring fault of the head (fused layers, RoPE, vocabulary mapping,"
+            " chat template) or an LM that is too weak to draft; check `eagle3 inspect`, and the"
+            " prompt with --show-prompt"
         )
     if stats.fell_back:
         lines.append(
-            f"note: speculation did not pay here, {stats.plain_rounds} of {stats.rounds} rounds"
-            " were plain; naming --drafter or a draft size keeps it on"
+            f"note: drafting did not pay off, so {stats.plain_rounds} of {stats.rounds} rounds"
+            " were plain; to keep drafting, set --drafter or a tree size"
         )
     return lines
 
 
 def positions(stats: Stats) -> str:
-    """Acceptance at each depth of the tree."""
+    """Return the acceptance rate at each depth of the tree, for example "80% 20% 0%"."""
     return " ".join(f"{share:.0%}" for share in stats.accepted_by_position) or "-"
 
 
 def overhead(stats: Stats) -> float:
-    """The part of the rounds' time that is spent outside the engines."""
+    """Return the fraction of the decoding time that is spent outside the engines."""
     return 1.0 - stats.engine_ms / stats.decode_ms if stats.decode_ms else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same request with and without a draft. promised: the tokens must be equal."""
+    """Results of the same request with and without a draft.
+
+    promised: True if the decoding rule and the data type guarantee equal tokens.
+    """
 
     drafted: Result
     plain: Result
@@ -162,27 +175,27 @@ class Comparison:
 
     @property
     def cancelled(self) -> bool:
-        """Ctrl-C ended one of the two, so there is nothing to compare."""
+        """True if Ctrl-C ended one of the two runs, so that they cannot be compared."""
         return "cancelled" in (self.drafted.finish_reason, self.plain.finish_reason)
 
     @property
     def token_equal(self) -> bool:
-        """Both gave the same token ids."""
+        """True if both runs produced the same token ids."""
         return self.drafted.token_ids == self.plain.token_ids
 
     @property
     def failed(self) -> bool:
-        """The tokens differ although the rule promises that they do not."""
+        """True if the tokens differ although equal tokens are guaranteed."""
         return self.promised and not self.token_equal
 
     @property
     def speedup(self) -> float:
-        """Speed with the draft over speed without; 0 when there was nothing to time."""
+        """Ratio of the speed with the draft to the speed without; 0 if the latter is 0."""
         plain = self.plain.stats.tokens_per_second
         return self.drafted.stats.tokens_per_second / plain if plain else 0.0
 
     def lines(self) -> list[str]:
-        """The comparison in words."""
+        """Return the comparison as five lines of text; scripts rely on their prefixes."""
         drafted, plain = self.drafted.stats, self.plain.stats
         return [
             f"plain: {plain.tokens_per_second:.1f} tokens/s, prefill {plain.prefill_ms:.0f} ms",
@@ -194,7 +207,7 @@ class Comparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Result's fields of the speculative run, and `compare`."""
+        """Return the fields of the speculative `Result`, and an object `compare`."""
         compare = {
             "plain": self.plain.to_json(),
             "speedup": self.speedup,
@@ -209,20 +222,22 @@ class Comparison:
         if self.promised:
             return "no"
         return (
-            "no (not promised: `rejection` sampling promises the distribution and lower precision"
-            " rounds near-ties; --acceptance coupled and float32 promise the tokens)"
+            "no (not promised: rejection sampling only preserves the distribution, and rounding"
+            " below float32 can flip near-ties; equal tokens require float32, and greedy decoding"
+            " or --acceptance coupled)"
         )
 
 
 def compare(engine: Engine, prompt: Prompt, write: Write, **options: Any) -> Comparison:
-    """Runs a request with and without its draft, both warm; the text of the first is streamed.
+    """Run a request with its draft and then without, after a short warm-up of both.
 
-    Raises RequestError where there is no draft to compare with.
+    The text of the run with the draft is passed to `write` as it is produced. Raises RequestError
+    if there is no draft to compare with.
     """
     if options.get("drafter", engine.default_drafter) == "none":
         raise RequestError(
-            "there is nothing to compare with plain decoding: the bundle has no drafter, or it was"
-            " switched off"
+            "nothing to compare with plain decoding: the bundle has no draft, or drafting is"
+            " switched off; choose a drafter with --drafter"
         )
     plain_options = {**options, "drafter": "none"}
     for each in (plain_options, options):

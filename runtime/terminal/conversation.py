@@ -1,4 +1,4 @@
-"""A conversation with an engine: its history, and what is dropped when the context is full."""
+"""The chat loop of `eagle3 chat`: a conversation's history, shortened when the context is full."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ EXIT, RESET = "/exit", "/reset"
 
 
 class ChatSession:
-    """Messages so far; `say` adds a question and its answer. note: told of what was dropped."""
+    """The messages of a conversation; `say` adds a question and its answer.
+
+    note: receives statistics, and a message when turns are dropped. options: those of
+    `Engine.stream`. Raises RequestError if the bundle has no chat template or an option is invalid.
+    """
 
     def __init__(
         self, engine: Engine, note: Callable[[str], None], system: str | None = None, **options: Any
     ) -> None:
         if engine.chat_template is None:
             raise RequestError(
-                "this bundle has no chat template, so it cannot chat: use `eagle3 run --raw`"
+                "the bundle has no chat template, which chat requires: use `eagle3 run --raw`"
             )
-        engine.stream([0], **options)  # never started: a bad option is refused before any question
+        engine.stream([0], **options)  # never started; raises if an option is invalid
         self._engine, self._note, self._options = engine, note, options
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[dict[str, str]] = []
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What the target is shown, oldest first."""
+        """The messages that the target receives, oldest first."""
         return [*self._system, *self._turns]
 
     def reset(self) -> None:
-        """Forgets all turns; the system message stays."""
+        """Remove all turns but keep the system message."""
         self._turns.clear()
 
     def say(self, question: str, write: Write) -> None:
-        """Streams the answer to `write`. Raises RequestError, which PromptTooLong is too.
+        """Ask a question and pass the answer's text to `write` as it is produced.
 
-        The oldest turns are dropped when the context has no room for an answer. What was
-        generated before a Ctrl-C is kept as the answer.
+        The oldest turns are dropped if the context has no room for an answer. After Ctrl-C, what
+        was generated so far is kept as the answer. Raises RequestError (including PromptTooLong)
+        if the question cannot be answered; the question is then removed from the history.
         """
         self._turns.append({"role": "user", "content": question})
         try:
@@ -60,10 +65,13 @@ class ChatSession:
             del self._turns[:2]
             dropped += 1
         if dropped:
-            self._note(f"the context is full: the oldest {dropped} turn(s) were dropped")
+            self._note(f"the context is full, so the oldest {dropped} turn(s) were dropped")
 
     def _fits(self) -> bool:
-        """Whether the prompt leaves room for an answer: what was asked for, or a quarter."""
+        """Return True if the prompt leaves room for an answer.
+
+        The room is max_new_tokens, but at most a quarter of the context.
+        """
         capacity = self._engine.plan.max_seq_len
         wanted: int = self._options.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
         room = min(wanted, capacity // 4)
@@ -74,9 +82,9 @@ class ChatSession:
 
 
 def converse(talk: ChatSession, lines: Iterator[str], write: Write, note: Write) -> None:
-    """Answers line after line until /exit or the end; /reset starts anew.
+    """Answer one line after another until /exit or the end of `lines`; /reset clears the history.
 
-    A question that cannot be served is named and left out; the conversation goes on.
+    A question that raises RequestError is reported with `note`, and the conversation continues.
     """
     for line in lines:
         question = line.strip()
@@ -84,7 +92,7 @@ def converse(talk: ChatSession, lines: Iterator[str], write: Write, note: Write)
             return
         if question == RESET:
             talk.reset()
-            note("the conversation starts anew")
+            note("the conversation was cleared")
         elif question:
             try:
                 talk.say(question, write)

@@ -1,8 +1,7 @@
-"""Prompt to token ids: tokenizer, chat template, and the checks on what a caller sends.
+"""Chat messages to text, with the target's own chat template.
 
-A request enters here: a text, a list of chat messages, or token ids, and leaves as ids that the
-target has embedding rows for (`encode_prompt`). Chat templates are code that came with a
-checkpoint, so they run in jinja2's sandbox, set up as transformers does.
+A chat template is code that comes with a checkpoint, so it runs in jinja2's sandbox, configured as
+in transformers.
 """
 
 import json
@@ -24,9 +23,9 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A jinja2 chat template, compiled when first used.
+    """A jinja2 chat template, compiled on first use.
 
-    `special_tokens` (`bos_token` and the like -> text) are variables of the template.
+    special_tokens: name (`bos_token`, ...) -> text, the variables of the template.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -36,7 +35,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **extra: Any
     ) -> str:
-        """The text of a conversation; `extra` are further variables (`tools`, ...).
+        """Return the text of a conversation. extra: further variables (`tools`, ...).
 
         Raises RequestError for messages that are malformed or that the template refuses, and
         BundleError for a template that does not compile or reaches out of its sandbox.
@@ -49,10 +48,8 @@ class ChatTemplate:
                 messages=checked, add_generation_prompt=add_generation_prompt, **variables
             )
         except SecurityError as error:
-            raise BundleError(
-                f"the chat template does what its sandbox forbids: {error}"
-            ) from error
-        except Exception as error:  # a template may fail in any way that Python can
+            raise BundleError(f"the chat template violates its sandbox: {error}") from error
+        except Exception as error:  # a template can raise any exception
             raise RequestError(
                 f"the chat template cannot render these messages: {error or type(error).__name__}"
             ) from error
@@ -63,20 +60,20 @@ class ChatTemplate:
             return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise BundleError(
-                f"the chat template is broken at line {error.lineno}: {error.message}; mend it in"
+                f"the chat template is broken at line {error.lineno}: {error.message}; fix it in"
                 " the target's folder and export again, or pass chat=False (--raw)"
             ) from error
-        except Exception as error:  # nested too deep for Python's compiler, for one
+        except Exception as error:  # for example nested too deeply for Python's compiler
             raise BundleError(f"the chat template cannot be compiled: {error}") from error
 
 
 def as_messages(prompt: str) -> list[dict[str, str]]:
-    """`prompt` as a conversation of one user message."""
+    """Return `prompt` as a conversation with one user message."""
     return [{"role": "user", "content": prompt}]
 
 
 def _checked_messages(messages: object) -> list[dict[str, Any]]:
-    """A copy of the messages, each with a text as role and content."""
+    """Return a copy of the messages, whose role and content are checked to be strings."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(f"messages is {messages!r:.80}: give a list of one or more messages")
     for i, message in enumerate(messages):
@@ -92,7 +89,7 @@ def _checked_messages(messages: object) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-# The template's environment: what checkpoints' templates, written for transformers, rely on.
+# The environment that chat templates written for transformers rely on.
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -108,7 +105,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here its body is rendered."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -125,7 +122,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
+    """Return JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,7 @@
-"""Token ids to text, one token at a time, in whole characters only."""
+"""Token ids to text, one token at a time, in complete characters only.
+
+A detokenizer serves one answer and costs O(1) per token.
+"""
 
 import codecs
 import json
@@ -9,10 +12,10 @@ from tokenizers import Tokenizer
 
 
 class Detokenizer:
-    """Incremental `tokenizer.decode(ids)`, special tokens skipped.
+    """Incremental `tokenizer.decode(ids)` that skips special tokens.
 
-    For ids of valid text, all pushes joined equal the decoded whole. Where the ids hold bytes
-    that are no UTF-8, each fault becomes U+FFFD as soon as it is certain.
+    For ids of valid text, the concatenation of all pushes equals the decoded whole. Bytes that are
+    not valid UTF-8 become U+FFFD as soon as that is certain.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,25 +29,27 @@ class Detokenizer:
             self._decode = _WindowDecode(tokenizer)
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty for a special token or part of a character."""
+        """Return the text that `token_id` completes; "" for special tokens and partial
+        characters.
+        """
         return "" if token_id in self._special else self._decode.push(int(token_id))
 
     def flush(self) -> str:
-        """The end: what was held is part of a character and is dropped, so this is empty."""
+        """End the text. An incomplete character is dropped, so the result is always ""."""
         self._decode.drop()
         return ""
 
 
 class _Decode(Protocol):
     def push(self, token_id: int) -> str:
-        """The newly complete text."""
+        """Return the newly completed text."""
 
     def drop(self) -> None:
-        """Forget what is held."""
+        """Discard the incomplete character."""
 
 
 class _ByteLevelDecode:
-    """GPT-2 style vocabularies: a token is a string of bytes, and text is their concatenation."""
+    """GPT-2 style vocabularies: a token is a byte string, and text is their concatenation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token = tokenizer.id_to_token
@@ -59,7 +64,7 @@ class _ByteLevelDecode:
 
 
 class _WindowDecode:
-    """Any other decoder: what a token adds to the text is seen behind the tokens before it.
+    """Any other decoder: the text of a token is what it adds after the tokens before it.
 
     Decoders treat the first token apart (a leading space goes), so new tokens are decoded behind
     the few before them, `context`. A character that is spelled in byte tokens (`<0xE2>`) is held
@@ -83,7 +88,9 @@ class _WindowDecode:
         self._held = []
 
     def _num_bytes_open(self, token_id: int) -> int:
-        """Byte tokens at the end, this one included, that are the start of a character."""
+        """Return the number of byte tokens, up to `token_id`, that start an incomplete
+        character.
+        """
         byte = _byte_from_token(self._tokenizer.id_to_token(token_id))
         if byte is None:
             self._utf8.reset()
@@ -92,29 +99,30 @@ class _WindowDecode:
         return len(self._utf8.getstate()[0])
 
     def _text_of(self, ready: list[int]) -> str:
-        """What `ready` adds behind the context, which it then replaces."""
+        """Return the text that `ready` adds after the context, and update the context."""
         before = self._tokenizer.decode(self._context)
         both = self._tokenizer.decode(self._context + ready)
         alone = self._tokenizer.decode(ready)
-        # A context without text would leave the next token first, and cost it its leading space.
+        # Without text in the context, the next token would be decoded first and lose its space.
         self._context = ready if alone else (self._context + ready)[-4:]
-        # ByteFallback spoils a whole run of byte tokens for one bad byte, context included.
+        # For one invalid byte, ByteFallback replaces the whole run of byte tokens, even in the
+        # context.
         return both[len(before) :] if both.startswith(before) else alone
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
-    """The types of a decoder's parts, empty for none or for one that does not tell."""
+    """Return the types of a decoder's parts; empty if there is no decoder or it has no state."""
     try:
         state = json.loads(decoder.__getstate__())
-    except Exception:  # no decoder, or one written in Python, which has no state to read
+    except Exception:  # no decoder, or one written in Python without state
         return set()
     return {part["type"] for part in state.get("decoders", [state])}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary -> the byte.
+    """Return the map from the characters of a byte-level vocabulary to bytes.
 
-    Printable Latin-1 bytes stand for themselves, the other 68 for U+0100 onwards in order.
+    Printable Latin-1 characters map to their own byte, U+0100 onwards to the other 68 in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
@@ -126,7 +134,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _bytes_from_token(token: str) -> bytes:
-    """Bytes of a byte-level token; an added token outside the alphabet is plain text."""
+    """Return the bytes of a byte-level token. An added token outside the alphabet is plain text."""
     try:
         return bytes(_BYTE_ALPHABET[char] for char in token)
     except KeyError:
@@ -134,6 +142,6 @@ def _bytes_from_token(token: str) -> bytes:
 
 
 def _byte_from_token(token: str | None) -> bytes | None:
-    """The byte of a fallback token `<0xE2>`, else None."""
+    """Return the byte of a fallback token such as `<0xE2>`, otherwise None."""
     match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token or "")
     return bytes.fromhex(match[1]) if match else None

@@ -1,7 +1,7 @@
-"""Prompt to token ids, and the checks on what a caller sends.
+"""Prompts to token ids.
 
-A request enters here: a text, a list of chat messages, or token ids, and leaves as ids that the
-target has embedding rows for.
+A prompt is a string, a list of chat messages, or token ids. It is checked here, and every resulting
+id has an embedding row in the target.
 """
 
 import operator
@@ -36,7 +36,7 @@ def encode_prompt(
     else:
         ids = _checked_ids(prompt)
     if not ids:
-        raise RequestError("the prompt is empty, it has no tokens: give at least one")
+        raise RequestError("the prompt has no tokens: it must have at least one")
     _check_vocabulary(ids, tokenizer, vocab_size)
     return ids
 
@@ -52,12 +52,12 @@ def _ids_of_text(
 def _ids_of_messages(
     messages: Any, tokenizer: Tokenizer, template: ChatTemplate | None, chat: bool
 ) -> list[int]:
-    """The template writes the special tokens itself, so none are added."""
+    """Return the ids of rendered messages. The template writes the special tokens itself."""
     if not chat:
-        raise RequestError("chat=False takes a text or token ids, the prompt is a list of messages")
+        raise RequestError("chat=False requires a string or token ids, got a list of messages")
     if template is None:
         raise RequestError(
-            "this bundle has no chat template: pass chat=False (--raw) to send the text as it is"
+            "this bundle has no chat template: pass chat=False (--raw) to use the raw text"
         )
     return _encode(tokenizer, template.render(messages), add_special_tokens=False)
 
@@ -65,7 +65,7 @@ def _ids_of_messages(
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-    except Exception as error:  # half a surrogate pair, for one
+    except Exception as error:  # for example half a surrogate pair
         raise RequestError(f"the prompt cannot be encoded: {error}") from error
 
 
@@ -74,15 +74,16 @@ def _is_messages(prompt: object) -> bool:
 
 
 def _checked_ids(prompt: Any) -> list[int]:
-    """`prompt` as Python ints; numpy's integers and arrays are welcome, booleans are not."""
+    """Return `prompt` as Python ints. NumPy integers and arrays are accepted, booleans are not."""
     listed = isinstance(prompt, Sequence) or hasattr(prompt, "__array__")
     try:
         if not listed or isinstance(prompt, bytes | bytearray):
             raise TypeError
-        items = list(prompt)  # an array without dimensions cannot be iterated
+        items = list(prompt)  # raises TypeError for a 0-d array
     except TypeError:
         raise RequestError(
-            f"the prompt is {prompt!r:.80}: give a text, a list of messages or a list of token ids"
+            f"the prompt must be a string, a list of messages or a list of token ids, got"
+            f" {prompt!r:.80}"
         ) from None
     return [_checked_id(item, i) for i, item in enumerate(items)]
 
@@ -93,11 +94,14 @@ def _checked_id(item: Any, i: int) -> int:
             raise TypeError
         return operator.index(item)
     except TypeError:
-        raise RequestError(f"prompt[{i}] is {item!r:.80}: give an integer token id") from None
+        raise RequestError(f"prompt[{i}] must be an integer token id, got {item!r:.80}") from None
 
 
 def _check_vocabulary(ids: list[int], tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Added tokens may lie beyond the embedding rows, where a gather would read other memory."""
+    """Raise RequestError for ids without an embedding row, where a gather reads other memory.
+
+    Added tokens of a tokenizer can be beyond the embedding.
+    """
     for i, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             token = tokenizer.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None

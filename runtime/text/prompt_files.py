@@ -1,4 +1,4 @@
-"""Prompts that `eagle3 verify` runs when it is given none, and the reader of prompt files.
+"""The built-in prompts of `eagle3 verify`, and the reader of prompt files.
 
 The texts were written for this project and are free to use.
 """
@@ -56,9 +56,10 @@ PROMPTS: tuple[str, ...] = (
 
 
 def load_prompts(path: Path) -> tuple[str, ...]:
-    """The prompts of a file: `.jsonl` with `prompt` or `turns` (its first), else one per line.
+    """Return the prompts of a file: `.jsonl` with `prompt` or `turns` (the first), else one per
+    line.
 
-    Raises RequestError that names the line at fault.
+    Raises RequestError that names the invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -66,7 +67,7 @@ def load_prompts(path: Path) -> tuple[str, ...]:
         raise RequestError(f"{path} cannot be read as a prompt file: {error}") from error
     rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise RequestError(f"{path} holds no prompts: write one per line")
+        raise RequestError(f"{path} contains no prompts: write one per line")
     if path.suffix != ".jsonl":
         return tuple(line for _, line in rows)
     return tuple(_prompt_of(line, f"{path}, line {number}") for number, line in rows)
@@ -82,5 +83,7 @@ def _prompt_of(line: str, where: str) -> str:
     if prompt is None and isinstance(turns, list) and turns:
         prompt = turns[0]
     if not isinstance(prompt, str):
-        raise RequestError(f"{where}: give an object with `prompt`, a text, or `turns`, texts")
+        raise RequestError(
+            f"{where}: expected an object with `prompt` (a string) or `turns` (strings)"
+        )
     return prompt

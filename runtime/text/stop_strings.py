@@ -1,4 +1,4 @@
-"""The strings that end a request: found in the text, and never shown in part."""
+"""Stop strings: found in the generated text, and never shown, not even in part."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,22 @@ MAX_STOP_CHARS = 512
 
 
 class StopStrings:
-    """Holds back text that may be the start of a stop string, and ends at the first one whole.
+    """Holds back text that may start a stop string, and stops at the first complete one.
 
-    The result does not depend on how the text is cut into pushes: the stop string that is complete
-    first wins, and of two that end together the longer. Raises RequestError for stop strings that
-    are empty, not text, longer than MAX_STOP_CHARS or more than MAX_STOPS.
+    The result does not depend on how the text is divided into pushes: the stop string that
+    completes first wins, and of two that end at the same position the longer one. Raises
+    RequestError for more than MAX_STOPS stop strings, and for one that is empty, not a string, or
+    longer than MAX_STOP_CHARS.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = _checked_stops(stops)
         self._held = ""
         self.stopped = False
-        """Whether a stop string was met; from then on nothing is emitted."""
+        """Whether a stop string was found. Nothing is emitted after that."""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is now certain to be shown, and whether a stop string ended it."""
+        """Return the text that can be shown, and whether a stop string ended it."""
         if self.stopped:
             return "", True
         text = self._held + text
@@ -34,36 +35,38 @@ class StopStrings:
         return text[:end], self.stopped
 
     def flush(self) -> str:
-        """The end of the text: what was held started no stop string after all."""
+        """End the text and return what was held back, since it starts no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> int | None:
-        """Where the match that is complete first starts."""
+        """Return the start of the match that completes first."""
         found = ((text.find(stop), len(stop)) for stop in self._stops)
         matches = [(start + size, start) for start, size in found if start >= 0]
         return min(matches)[1] if matches else None
 
     def _num_open(self, text: str) -> int:
-        """Length of the longest end of `text` that is a start of a stop string."""
+        """Return the length of the longest suffix of `text` that is a prefix of a stop string."""
         return max((_overlap(text, stop) for stop in self._stops), default=0)
 
 
 def _checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
     if isinstance(stops, str | bytes) or not isinstance(stops, Sequence):
-        raise RequestError(f"stop is {stops!r:.80}: give a list of texts")
+        raise RequestError(f"stop must be a list of strings, got {stops!r:.80}")
     if len(stops) > MAX_STOPS:
-        raise RequestError(f"stop has {len(stops)} strings: give at most {MAX_STOPS}")
+        raise RequestError(f"stop must have at most {MAX_STOPS} strings, got {len(stops)}")
     for i, stop in enumerate(stops):
         if not isinstance(stop, str):
-            raise RequestError(f"stop[{i}] is {stop!r:.80}: give a text")
+            raise RequestError(f"stop[{i}] must be a string, got {stop!r:.80}")
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise RequestError(f"stop[{i}] has {len(stop)} characters: give 1 to {MAX_STOP_CHARS}")
+            raise RequestError(
+                f"stop[{i}] must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}"
+            )
     return tuple(stops)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper start of `stop` that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)

@@ -12,7 +12,7 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 def load_tokenizer(source: Bundle | str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a bundle, of a `tokenizer.json`, or of the folder that holds one.
+    """Load the tokenizer of a bundle, a `tokenizer.json` file, or a folder with one.
 
     Truncation and padding that the file asks for are turned off: a prompt is used whole or
     refused. Raises BundleError for a file that is missing or broken.
@@ -20,9 +20,9 @@ def load_tokenizer(source: Bundle | str | os.PathLike[str]) -> Tokenizer:
     path = _tokenizer_path(source)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise BundleError(
-            f"{path} is not a tokenizer that can be loaded: {error}; export the bundle again"
+            f"{path} is not a valid tokenizer: {error}; export the bundle again"
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

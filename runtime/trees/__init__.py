@@ -1,5 +1,5 @@
 """Draft trees: the frozen `Tree` that a round verifies, and the builders that grow one.
 
-Pure numpy: a builder sees token ids and log-probabilities, never an engine. Which tree a bundle or
-a request asks for is a `TreePlan`, in `plans/plan.py`.
+This package uses numpy only: a builder reads token ids and log-probabilities and calls no engine.
+The size and kind of the tree come from a `TreePlan` (`plans/tree_plan.py`).
 """

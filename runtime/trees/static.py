@@ -1,4 +1,6 @@
-"""EAGLE-1's static tree, grown one depth at a time: its shape is known, the draft fills in tokens.
+"""EAGLE-1's static tree, grown one depth at a time.
+
+The shape of the tree is fixed; the draft only fills its nodes with tokens.
 
 Letters: M nodes (root included), K top-k, F frontier nodes, R draft rows so far.
 """
@@ -23,12 +25,12 @@ from eagle3.runtime.trees.tree import (
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """Paths as arrays over the nodes; node 0 is the root, node i the i-th path."""
+    """The paths of a tree as arrays over its nodes. Node 0 is the root, node i the i-th path."""
 
-    parents: Int32s  # [M]; -1 for the root
-    ranks: Int64s  # [M] among the parent's children
-    is_parent: Bools  # [M]
-    levels: tuple[Int64s, ...]  # the nodes of each depth, from 1
+    parents: Int32s  # [M] node index of the parent; -1 for the root
+    ranks: Int64s  # [M] rank among the parent's children
+    is_parent: Bools  # [M] True for a node that has children
+    levels: tuple[Int64s, ...]  # the nodes of each depth, starting at depth 1
 
 
 @lru_cache(maxsize=64)
@@ -44,11 +46,11 @@ def _shape_of(paths: TreePaths) -> _Shape:
 
 
 class StaticTree:
-    """A `TreeBuilder` of the nodes that `paths` names, in their order.
+    """`TreeBuilder` of a static tree: one node per entry of `paths`, in the order of `paths`.
 
-    The node of rank r carries the r-th usable candidate of its parent; where the draft has fewer,
-    the node and all below it are left out. Only nodes with children are run. Candidates are
-    deterministic.
+    A node of rank r has the token of its parent's r-th usable candidate. If the draft returned
+    fewer usable candidates, the node and its descendants are left out. The draft runs only on nodes
+    that have children. Candidates are deterministic.
     """
 
     def __init__(self, root_token: int, paths: TreePaths) -> None:
@@ -56,31 +58,31 @@ class StaticTree:
         self._tokens = np.full(paths.num_nodes + 1, root_token, np.int64)
         self._kept = np.zeros(paths.num_nodes + 1, np.bool_)
         self._kept[0] = True
-        self._nodes = np.zeros(1, np.int64)  # of the frontier
+        self._nodes = np.zeros(1, np.int64)  # node indices of the frontier
         no_rows = np.zeros((1, 0), np.bool_)
         self._frontier = Frontier(0, self._tokens[:1], self._nodes, no_rows)
 
     @property
     def frontier(self) -> Frontier | None:
-        """The nodes of the newest depth that have children; None when there are none."""
+        """The nodes of the newest depth that have children, or None if there are none."""
         return self._frontier if self._nodes.size else None
 
     def add_root_candidates(self, top_ids: Int64s, top_log_probs: Float32s) -> None:
-        """Depth 1: the root's candidates, ids [K] (target vocabulary) and log q float32 [K]."""
-        assert self._frontier.depth == 0, "the root has its candidates already"
+        """Add the root's candidates: ids [K] (target vocabulary) and log q, float32 [K]."""
+        assert self._frontier.depth == 0, "the root already has its candidates"
         self._expand(top_ids[None], top_log_probs[None])
 
     def add(self, top_ids: Int64s, top_log_probs: Float32s) -> None:
-        """One more depth: row f of ids and log q, both [F, K], belongs to frontier node f."""
+        """Add one more depth; row f of ids and log q, both [F, K], belongs to frontier node f."""
         assert self.frontier is not None and self._frontier.depth > 0, "no frontier to expand"
         self._expand(top_ids, top_log_probs)
 
     def _expand(self, top_ids: Int64s, top_log_probs: Float32s) -> None:
-        """Gives the frontier's children their tokens; those that have children are run next."""
+        """Assign tokens to the frontier's children; the next frontier is those with children."""
         before, shape = self._frontier, self._shape
         assert top_ids.shape == top_log_probs.shape and len(top_ids) == self._nodes.size
         usable = usable_candidates(top_ids, top_log_probs)
-        by_rank = np.argsort(~usable, axis=1, kind="stable")  # usable columns first, best first
+        by_rank = np.argsort(~usable, axis=1, kind="stable")  # usable first, best first
         slot_of = np.full(self._tokens.size, -1)
         slot_of[self._nodes] = np.arange(self._nodes.size)
         nodes = shape.levels[before.depth]
@@ -99,8 +101,8 @@ class StaticTree:
         )
 
     def finish(self) -> Tree:
-        """The nodes that got a token, in the order of the paths: parents before children."""
+        """Return the nodes that have a token in path order, so parents precede their children."""
         nodes = np.flatnonzero(self._kept)
-        node_of = np.full(self._tokens.size + 1, -1, np.int32)  # the last serves the root's -1
+        node_of = np.full(self._tokens.size + 1, -1, np.int32)  # the last maps the root's -1
         node_of[nodes] = np.arange(nodes.size)
         return Tree(self._tokens[nodes], node_of[self._shape.parents[nodes]])

@@ -174,8 +174,8 @@ def test_what_is_no_bundle_is_never_replaced(
 @pytest.mark.parametrize(
     ("manifest", "says"),
     [
-        ('{"name": "a web app"}', "its manifest.json has not the format 'eagle3-bundle'"),
-        ("[1]", "its manifest.json has not the format"),
+        ('{"name": "a web app"}', "its manifest.json does not have the format 'eagle3-bundle'"),
+        ("[1]", "its manifest.json does not have the format"),
         ("{", "no readable manifest.json"),
         ('{"format": "eagle3-bundle"}', "does not list app;"),
         ('{"format": "eagle3-bundle", "files": 3}', "does not list app;"),
@@ -221,7 +221,7 @@ def test_a_draft_that_is_none_is_said_first(
     shallow_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
-    for name, says in (("nowhere", "no such folder"), ("empty", "config.json is missing")):
+    for name, says in (("nowhere", "no such folder"), ("empty", "config.json not found")):
         request = request_of(
             shallow_folder, tmp_path / "out", drafts=(DraftSource(str(tmp_path / name)),)
         )

@@ -1,4 +1,4 @@
-"""Bytes of known models, worked out by hand, and what must hold for any."""
+"""Tests of the memory estimates: known models computed by hand, and properties of any model."""
 
 from dataclasses import replace
 from typing import Any
@@ -52,11 +52,11 @@ def test_its_head_in_float16() -> None:
     assert head.num_parameters == 424_673_280
     needed = memory(llama_8b(), head, GPU)
     assert needed.draft_weights == 2 * 424_673_280
-    assert needed.draft_copies == 2 * 128256 * 4096  # a plan file shares nothing with another
+    assert needed.draft_copies == 2 * 128256 * 4096  # plan files share no weights
     assert needed.draft_file == needed.draft_weights + needed.draft_copies
     assert needed.draft_kv == (4096 + 4 * 63) * 2 * 8 * 128 * 2
     assert needed.total == needed.weights + needed.kv + needed.activations
-    assert memory(llama_8b(), head, Plan()).draft_copies == 0  # on the CPU both map one file
+    assert memory(llama_8b(), head, Plan()).draft_copies == 0  # one mapped file
 
 
 def test_an_eagle_1_head_brings_no_lm_head_but_a_gpu_engine_holds_one() -> None:
@@ -70,12 +70,12 @@ def test_an_eagle_1_head_brings_no_lm_head_but_a_gpu_engine_holds_one() -> None:
 
 def test_int8_is_a_byte_and_a_scale_a_block() -> None:
     assert matrix_bytes(1280, "int8", "float16", 4096) == 1280 + 2 * 10  # blocks of 128
-    assert matrix_bytes(1280, "int8", "float32", 576) == 1280 + 4 * 20  # of 64
+    assert matrix_bytes(1280, "int8", "float32", 576) == 1280 + 4 * 20  # blocks of 64
     assert matrix_bytes(1280, "same", "bfloat16", 576) == 2560
     plan = replace(GPU, target_weights="int8")
     needed, target = memory(llama_8b(), None, plan), llama_8b()
     matrices = target.layer_parameters + 128256 * 4096
-    rest = 2 * (128256 * 4096 + 4096)  # the table and the last norm stay float16
+    rest = 2 * (128256 * 4096 + 4096)  # the embedding table and the last norm stay float16
     assert needed.target_weights == matrices * (1 + 2 / 128) + rest
 
 
@@ -156,15 +156,18 @@ def test_a_refusal_says_what_would_fit() -> None:
     with pytest.raises(PlanError, match=r"max_seq_len \d+ or less would fit"):
         check_memory(target, head, GPU, device(full.total - 10_000_000))
     with pytest.raises(
-        PlanError, match=r"draft_weights int8 would, target_weights int8 would, but"
+        PlanError,
+        match=r"draft_weights int8 would fit, target_weights int8 would fit \(not implemented",
     ):
         check_memory(target, head, GPU, device(full.total - 10_000_000))
-    with pytest.raises(PlanError, match="the target without a draft would"):
+    with pytest.raises(PlanError, match="the target without a draft would fit"):
         check_memory(target, head, GPU, device(full.total - 10_000_000))
-    with pytest.raises(PlanError, match="no shorter context and no int8 weights would help"):
+    with pytest.raises(
+        PlanError, match="neither a shorter context nor int8 weights would make it fit"
+    ):
         check_memory(target, head, GPU, device(1_000_000_000))
     plain = Plan(max_draft_tokens=16)
-    with pytest.raises(PlanError, match="dtype float16 would"):
+    with pytest.raises(PlanError, match="dtype float16 would fit"):
         check_memory(target, None, plain, device(20_000_000_000))
 
 

@@ -1,4 +1,4 @@
-"""Plans: defaults, ranges, strict JSON and per-request trees."""
+"""Tests of plans: defaults, ranges, strict JSON and the trees of requests."""
 
 import json
 from dataclasses import FrozenInstanceError, replace
@@ -37,40 +37,52 @@ def test_a_plan_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_seq_len": 1}, r"max_seq_len is 1, allowed are 2 to"),
-        ({"max_seq_len": 2048.0}, r"max_seq_len is 2048.0: give an integer"),
-        ({"max_seq_len": True}, r"max_seq_len is True: give an integer"),
-        ({"prefill_chunk": 0}, r"prefill_chunk is 0, allowed are 1 to max_seq_len = 2048"),
-        ({"max_seq_len": 100}, r"prefill_chunk is 128, allowed are 1 to max_seq_len = 100; raise"),
+        ({"max_seq_len": 1}, r"max_seq_len must be from 2 to \d+, got 1"),
+        ({"max_seq_len": 2048.0}, r"max_seq_len must be an integer from 2 to .*, got 2048.0"),
+        ({"max_seq_len": True}, r"max_seq_len must be an integer from 2 to .*, got True"),
+        ({"prefill_chunk": 0}, r"prefill_chunk must be from 1 to max_seq_len = 2048, got 0"),
+        (
+            {"max_seq_len": 100},
+            r"prefill_chunk must be from 1 to max_seq_len = 100, got 128: raise max_seq_len",
+        ),
         (
             {"max_seq_len": 64, "prefill_chunk": 8},
-            r"max_draft_tokens is 64, .* max_seq_len - 1 = 63; raise max_seq_len",
+            r"max_draft_tokens must be .* max_seq_len - 1 = 63, got 64: raise max_seq_len",
         ),
         ({"max_draft_tokens": 2}, r"num_draft_tokens is 3, .* max_draft_tokens is 2"),
-        ({"max_draft_tokens": MAX_DRAFT_TOKENS + 1}, r"max_draft_tokens is 1025, .* 1 to 1024"),
-        ({"dtype": "float64"}, r"dtype is 'float64': choose one of float32, float16, bfloat16"),
-        ({"draft_weights": 8}, r"draft_weights is 8: choose one of"),
-        ({"lowering": "trt"}, r"lowering is 'trt': choose one of ort, portable"),
-        ({"backend": "tpu"}, r"backend is 'tpu': choose one of ort-cpu"),
-        ({"dtype": "bfloat16"}, r"dtype is bfloat16, which backend ort-cpu cannot run"),
-        ({"tree": (1, 2, 3)}, r"tree is \(1, 2, 3\): give a TreePlan"),
-        ({"batch": 0}, r"batch is 0, allowed are 1 to 1024"),
-        ({"target_weights": "int4"}, r"target_weights is 'int4': choose one of same, int8"),
-        ({"kv_dtype": "int8"}, r"kv_dtype is 'int8': choose one of same, float32"),
-        ({**GPU, "lowering": "ort"}, r"lowering is ort, .* backend tensorrt .* choose portable"),
-        ({**GPU, "backend": "tensorrt-rtx", "lowering": "ort"}, r"backend tensorrt-rtx"),
-        ({**GPU, "compute_capability": 8.9}, r"compute_capability is 8.9: .*'8.9'"),
-        ({**GPU, "compute_capability": "sm89"}, r"compute_capability is 'sm89'"),
-        ({"compute_capability": "8.9"}, r"compute_capability is 8.9, .* ort-cpu compiles no plan"),
-        ({"workspace_bytes": 1 << 30}, r"workspace_bytes is 1073741824, .* ort-cpu compiles no"),
-        ({**GPU, "workspace_bytes": 0}, r"workspace_bytes is 0, allowed are 1 to"),
-        ({"verify_widths": (1, 65)}, r"verify_widths is \[1, 65\], but backend ort-cpu pads"),
-        ({**GPU, "verify_widths": 65}, r"verify_widths is 65: give a list of integers"),
-        ({**GPU, "verify_widths": [1, 65.0]}, r"verify_widths is \[1, 65.0\]: give a list"),
-        ({**GPU, "verify_widths": [0, 65]}, r"verify_widths is \[0, 65\]: each must be above"),
-        ({**GPU, "verify_widths": [8, 8, 65]}, r"each must be above the last"),
-        ({**GPU, "verify_widths": [1, 64]}, r"end at 64, .* may have 65 rows, .* add 65"),
-        ({**GPU, "verify_widths": [1, 4096]}, r"end at 4096, more than max_seq_len 2048"),
+        (
+            {"max_draft_tokens": MAX_DRAFT_TOKENS + 1},
+            r"max_draft_tokens must be from 1 to 1024, got 1025",
+        ),
+        ({"dtype": "float64"}, r"dtype must be one of float32, float16, bfloat16, got 'float64'"),
+        ({"draft_weights": 8}, r"draft_weights must be one of .*, got 8"),
+        ({"lowering": "trt"}, r"lowering must be one of ort, portable, got 'trt'"),
+        ({"backend": "tpu"}, r"backend must be one of ort-cpu.*, got 'tpu'"),
+        ({"dtype": "bfloat16"}, r"dtype bfloat16 is not supported by backend ort-cpu"),
+        ({"tree": (1, 2, 3)}, r"tree must be a TreePlan, got \(1, 2, 3\)"),
+        ({"batch": 0}, r"batch must be from 1 to 1024, got 0"),
+        ({"target_weights": "int4"}, r"target_weights must be one of same, int8, got 'int4'"),
+        ({"kv_dtype": "int8"}, r"kv_dtype must be one of same, float32.*, got 'int8'"),
+        ({**GPU, "lowering": "ort"}, r"lowering ort is not .* backend tensorrt, .* portable"),
+        ({**GPU, "backend": "tensorrt-rtx", "lowering": "ort"}, r"backend tensorrt-rtx,"),
+        ({**GPU, "compute_capability": 8.9}, r"compute_capability must be .* '8.9', got 8.9"),
+        ({**GPU, "compute_capability": "sm89"}, r"compute_capability must be .*, got 'sm89'"),
+        ({"compute_capability": "8.9"}, r"compute_capability is 8.9, .* ort-cpu builds no plan"),
+        ({"workspace_bytes": 1 << 30}, r"workspace_bytes is 1073741824, .* ort-cpu builds no"),
+        ({**GPU, "workspace_bytes": 0}, r"workspace_bytes must be from 1 to \d+, got 0"),
+        (
+            {"verify_widths": (1, 65)},
+            r"verify_widths is \[1, 65\], but backend ort-cpu does not pad",
+        ),
+        ({**GPU, "verify_widths": 65}, r"verify_widths must be a list of integers .*, got 65"),
+        ({**GPU, "verify_widths": [1, 65.0]}, r"verify_widths must be a list .*, got \[1, 65.0\]"),
+        (
+            {**GPU, "verify_widths": [0, 65]},
+            r"verify_widths must be strictly ascending .*, got \[0, 65\]",
+        ),
+        ({**GPU, "verify_widths": [8, 8, 65]}, r"strictly ascending .*, got \[8, 8, 65\]"),
+        ({**GPU, "verify_widths": [1, 64]}, r"ends at 64, .* can have 65 rows .* add 65"),
+        ({**GPU, "verify_widths": [1, 4096]}, r"ends at 4096, which exceeds max_seq_len 2048"),
     ],
 )
 def test_a_contradiction_is_named(values: dict[str, Any], message: str) -> None:
@@ -81,7 +93,7 @@ def test_a_contradiction_is_named(values: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("field", ["draft_top_k", "draft_depth", "num_draft_tokens"])
 @pytest.mark.parametrize("value", [0, -1, 10**9, "3", None, True, 1.5])
 def test_a_tree_names_the_wrong_field(field: str, value: Any) -> None:
-    with pytest.raises(PlanError, match=f"tree.{field} is .*1 to"):
+    with pytest.raises(PlanError, match=f"tree.{field} must be .*1 to"):
         TreePlan(**{field: value})
 
 
@@ -99,13 +111,15 @@ def test_override_replaces_only_what_is_named() -> None:
     plan = Plan(tree=TreePlan(4, 3, 8))
     assert plan.override() == plan.tree
     assert plan.override(draft_depth=5) == TreePlan(4, 5, 8)
-    assert plan.override(1, 2, 64) == TreePlan(1, 2, 64)  # more than the 2 candidates there are
+    assert plan.override(1, 2, 64) == TreePlan(1, 2, 64)  # more than the 2 candidates
     assert plan.tree == TreePlan(4, 3, 8)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, -5])
 def test_override_refuses_an_empty_tree(num_draft_tokens: int) -> None:
-    with pytest.raises(PlanError, match=f"num_draft_tokens is {num_draft_tokens}, allowed are 1"):
+    with pytest.raises(
+        PlanError, match=f"num_draft_tokens must be from 1 to .*, got {num_draft_tokens}"
+    ):
         Plan().override(num_draft_tokens=num_draft_tokens)
 
 
@@ -125,7 +139,7 @@ def test_numpys_integers_are_stored_as_int() -> None:
 
 @pytest.mark.parametrize("value", [np.bool_(True), np.float32(2), np.int64(0)])
 def test_numpys_other_values_are_refused(value: Any) -> None:
-    with pytest.raises(PlanError, match=r"tree.draft_depth is .*1 to"):
+    with pytest.raises(PlanError, match=r"tree.draft_depth must be .*1 to"):
         Plan().override(draft_depth=value)
 
 
@@ -159,7 +173,7 @@ def test_a_gpu_plan_resolves_to_widths_that_cover_every_tree(backend: str) -> No
 def test_widths_cover_one_row_to_all(rows: int) -> None:
     widths = widths_up_to(rows)
     assert widths[0] == 1 and widths[-1] == rows
-    assert widths_of(widths, rows, 1 << 20) == widths  # what a plan asks of its own
+    assert widths_of(widths, rows, 1 << 20) == widths  # they pass the check of a plan
 
 
 def test_a_cpu_plan_resolves_to_calls_of_any_width() -> None:
@@ -182,8 +196,8 @@ def test_what_nothing_builds_may_be_planned_but_says_so(
     with pytest.raises(PlanError, match=message):
         plan.require_built()
     with pytest.raises(PlanError, match=message):
-        Plan.from_json(plan.to_json())  # no bundle can claim to have it
-    Plan(kv_dtype="float32").require_built()  # the same as "same"
+        Plan.from_json(plan.to_json())  # the plan of a bundle must be built
+    Plan(kv_dtype="float32").require_built()  # equals "same"
 
 
 def test_json_is_strict() -> None:
@@ -192,10 +206,10 @@ def test_json_is_strict() -> None:
         Plan.from_json({**good, "max_len": 3})
     with pytest.raises(PlanError, match=r"tree has unknown fields \['top_k'\]"):
         Plan.from_json({**good, "tree": {**good["tree"], "top_k": 3}})
-    with pytest.raises(PlanError, match=r"tree is list, not a JSON object"):
+    with pytest.raises(PlanError, match=r"tree must be a JSON object, got list"):
         Plan.from_json({**good, "tree": [1, 2, 3]})
-    with pytest.raises(PlanError, match=r"plan is NoneType, not a JSON object"):
+    with pytest.raises(PlanError, match=r"plan must be a JSON object, got NoneType"):
         Plan.from_json(None)
     for name in good:
-        with pytest.raises(PlanError, match=rf"plan lacks the fields \['{name}'\]"):
+        with pytest.raises(PlanError, match=rf"plan is missing the fields \['{name}'\]"):
             Plan.from_json({key: value for key, value in good.items() if key != name})

@@ -1,4 +1,4 @@
-"""Static trees as data: what is a tree, what a smaller budget leaves, and where one is read."""
+"""Tests of static trees: valid paths, trees cut to a smaller budget, and reading them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = TreePaths(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
 
 @st.composite
 def tree_paths(draw: st.DrawFn, max_nodes: int = 24) -> TreePaths:
-    """Any tree: each new node is the next child of the root or of a node that is there."""
+    """Draw any tree: each new node is the next child of the root or of an earlier node."""
     paths: list[tuple[int, ...]] = []
     num_children: dict[tuple[int, ...], int] = {(): 0}
     for _ in range(draw(st.integers(1, max_nodes))):
@@ -61,23 +61,23 @@ def test_a_cut_tree_is_a_tree(paths: TreePaths, top_k: int, depth: int, num_node
 @pytest.mark.parametrize(
     ("paths", "says"),
     [
-        ([], r"static tree is \[\]: give a list of one or more paths"),
-        ("eagle1", "static tree is 'eagle1': give a list"),
-        ({"0": 1}, "give a list of one or more paths"),
-        (7, "static tree is 7: give a list"),
-        ([0], "path 0 of the static tree: give one or more child ranks"),
-        ([[0], []], r"path \[\] of the static tree: give one or more"),
-        ([[0], [-1]], r"path \[-1\] of the static tree: give .* integers from 0"),
-        ([[0], [True]], r"path \[True\] of"),
-        ([[0.0]], r"path \[0.0\] of"),
-        ([["0"]], r"path \['0'\] of"),
-        ([["0"], 5], r"path \['0'\] of"),
-        ([[0], [1], [0]], r"names path \[0\] twice"),
-        ([[0], [1, 0]], r"path \[1, 0\] of the static tree has no parent \[1\] in front of it"),
-        ([[0, 0], [0]], r"path \[0, 0\] of the static tree has no parent \[0\] in front of it"),
-        ([[0], [2]], r"path \[2\] of the static tree has no better sibling \[1\] in front of it"),
-        ([[0], [0, 1], [0, 0]], r"path \[0, 1\] .* no better sibling \[0, 0\] in front of it"),
-        ([[1], [0]], r"path \[1\] of the static tree has no better sibling \[0\]"),
+        ([], r"static tree must be a list of one or more paths, .*, got \[\]"),
+        ("eagle1", "static tree must be a list .*, got 'eagle1'"),
+        ({"0": 1}, "must be a list of one or more paths"),
+        (7, "static tree must be a list .*, got 7"),
+        ([0], "path of the static tree must be .* one or more child ranks .*, got 0"),
+        ([[0], []], r"path of the static tree must be .* one or more .*, got \[\]"),
+        ([[0], [-1]], r"path of the static tree must be .*integers from 0.*, got \[-1\]"),
+        ([[0], [True]], r"path of .*, got \[True\]"),
+        ([[0.0]], r"path of .*, got \[0.0\]"),
+        ([["0"]], r"path of .*, got \['0'\]"),
+        ([["0"], 5], r"path of .*, got \['0'\]"),
+        ([[0], [1], [0]], r"path \[0\] occurs twice"),
+        ([[0], [1, 0]], r"path \[1, 0\] of the static tree does not follow its parent \[1\]"),
+        ([[0, 0], [0]], r"path \[0, 0\] of the static tree does not follow its parent \[0\]"),
+        ([[0], [2]], r"path \[2\] of the static tree does not follow its better sibling \[1\]"),
+        ([[0], [0, 1], [0, 0]], r"path \[0, 1\] .* does not follow its better sibling \[0, 0\]"),
+        ([[1], [0]], r"path \[1\] of the static tree does not follow its better sibling \[0\]"),
     ],
 )
 def test_what_is_no_tree_is_refused(paths: Any, says: str) -> None:
@@ -99,12 +99,12 @@ def test_a_tree_is_read_by_name_or_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "neither a file nor one of dynamic, eagle1"),
+        (None, "not found: use one of dynamic, eagle1"),
         (b"[[0]", "cannot be read"),
         (b"\xff", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
-        (b'{"paths": [[0]]}', "tree.json: a static tree is"),
-        (b"[[0], [0, 1]]", r"tree.json: path \[0, 1\] .* no better sibling"),
+        (b'{"paths": [[0]]}', "tree.json: a static tree must be"),
+        (b"[[0], [0, 1]]", r"tree.json: path \[0, 1\] .* does not follow its better sibling"),
     ],
 )
 def test_a_file_that_holds_no_tree_is_named(
@@ -131,7 +131,7 @@ def test_a_request_names_its_tree() -> None:
     assert static.override() == whole
     assert static.override(num_draft_tokens=6) == TreePlan(4, 5, 6, EAGLE1)
     assert static.override(tree="dynamic") == TreePlan(4, 5, 25)
-    with pytest.raises(PlanError, match="tree 'medusa' is unknown: choose one of dynamic, eagle1"):
+    with pytest.raises(PlanError, match="tree 'medusa' is unknown: use one of dynamic, eagle1"):
         plan.override(tree="medusa")
     with pytest.raises(PlanError, match="num_draft_tokens is 25, .* max_draft_tokens is 16"):
         Plan(max_draft_tokens=16).override(tree="eagle1")
@@ -139,9 +139,9 @@ def test_a_request_names_its_tree() -> None:
 
 
 def test_a_tree_beyond_all_limits_is_refused() -> None:
-    with pytest.raises(PlanError, match="tree.draft_depth is 1025, allowed are 1 to 1024"):
+    with pytest.raises(PlanError, match="tree.draft_depth must be from 1 to 1024, got 1025"):
         Plan().override(tree=[[0] * depth for depth in range(1, 1026)])
-    with pytest.raises(PlanError, match="tree.draft_top_k is 300, allowed are 1 to 256"):
+    with pytest.raises(PlanError, match="tree.draft_top_k must be from 1 to 256, got 300"):
         Plan().override(tree=[[rank] for rank in range(300)])
 
 
@@ -155,10 +155,10 @@ def test_json_keeps_a_static_tree() -> None:
 @pytest.mark.parametrize(
     ("static", "says"),
     [
-        ("eagle1", r"tree.static is 'eagle1', not an object with \['paths'\]"),
-        ({}, "tree.static is {}, not an object"),
-        ({"paths": [[0]], "name": "x"}, "not an object with"),
-        ({"paths": [[1]]}, "no better sibling"),
+        ("eagle1", r"tree.static must be an object with .* \['paths'\], got 'eagle1'"),
+        ({}, "tree.static must be an object .*, got {}"),
+        ({"paths": [[0]], "name": "x"}, "must be an object with exactly"),
+        ({"paths": [[1]]}, "does not follow its better sibling"),
     ],
 )
 def test_json_of_a_static_tree_is_strict(static: Any, says: str) -> None:
@@ -166,5 +166,5 @@ def test_json_of_a_static_tree_is_strict(static: Any, says: str) -> None:
     data["tree"]["static"] = static
     with pytest.raises(PlanError, match=says):
         Plan.from_json(data)
-    with pytest.raises(PlanError, match="give TreePaths or None"):
+    with pytest.raises(PlanError, match="must be TreePaths or None"):
         TreePlan(static=[[0]])  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def test_a_prompt_of_one_token(engine: eagle3.Engine) -> None:
 
 @pytest.mark.parametrize("prompt", [[], ""])
 def test_an_empty_prompt_is_refused(engine: eagle3.Engine, prompt: Any) -> None:
-    with pytest.raises(RequestError, match="the prompt is empty"):
+    with pytest.raises(RequestError, match="the prompt has no tokens"):
         engine.generate(prompt, chat=False)
 
 

@@ -1,4 +1,4 @@
-"""What the trainer reads: packed tokens, target features, and the order of batches.
+"""The trainer's input: packed tokens, target features and the order of batches.
 
-All of it is a function of the data folder and a seed. Making that data is in `train/data`.
+All of it depends only on the data folder and a seed. `train/data` creates the data folder.
 """

@@ -1,4 +1,4 @@
-"""One batch of conversations, as the losses read it."""
+"""One batch of conversations, the input of the losses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations of one step, padded behind. ids [B,T] int64; written [B,T] bool, true where the
-    target wrote the token; features [B,T,F] what the head fuses and final [B,T,d] what lm_head
-    reads, both of the target.
+    """Conversations of one optimizer step, padded on the right.
+
+    ids [B,T] int64: token ids. written [B,T] bool: True where the target wrote the token.
+    features [B,T,F] float32: the target's hidden states that the head fuses. final [B,T,d] float32:
+    the target's hidden states after its last norm, the input of its lm_head.
     """
 
     ids: Tensor

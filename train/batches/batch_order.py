@@ -1,5 +1,7 @@
-"""Which conversations make which batch: a function of the data and the seed alone, so that a run
-that stopped goes on with exactly the batch it would have had.
+"""The assignment of conversations to batches.
+
+It depends only on the data and the seed, so that an interrupted run continues with exactly the
+batches that it would have had.
 """
 
 from __future__ import annotations
@@ -10,20 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_POOL_BATCHES = 16  # conversations of similar length are looked for among so many batches
+_POOL_BATCHES = 16  # conversations are sorted by length within pools of this many batches
 
 
 @dataclass(frozen=True)
 class Split:
-    """Conversation indices int64: what is trained on, and what is held out."""
+    """Conversation indices, int64, ascending: those to train on, and the held-out ones."""
 
     train: NDArray[np.int64]
     held_out: NDArray[np.int64]
 
 
 def split(num_conversations: int, holdout: float, data_share: float, seed: int) -> Split:
-    """Holds out a share first, so that every `data_share` is measured on the same conversations;
-    a smaller share is a part of any larger one.
+    """Split `num_conversations` conversations into a training part and a held-out part.
+
+    The share `holdout` is taken first, so that every `data_share` is evaluated on the same
+    conversations. The training part is the share `data_share` of the others, at least one
+    conversation; a smaller share is a subset of any larger one.
     """
     order = np.random.default_rng([seed, 1]).permutation(num_conversations)
     num_held = min(round(num_conversations * holdout), num_conversations - 1)
@@ -34,8 +39,11 @@ def split(num_conversations: int, holdout: float, data_share: float, seed: int) 
 def epoch_batches(
     conversations: Sequence[int], lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """The batches of one epoch, each of at most `batch_tokens` tokens, padding included, or of one
-    conversation. lengths: of `conversations`, in their order. Longest first within a batch.
+    """Return the batches of one epoch as lists of conversations.
+
+    A batch has at most `batch_tokens` tokens, padding included, or a single conversation. The
+    longest conversation of a batch comes first. lengths: tokens of each of `conversations`, in the
+    same order.
     """
     rng = np.random.default_rng([seed, 2, epoch])
     order = rng.permutation(len(conversations))

@@ -1,4 +1,4 @@
-"""Batches for the trainer: tokens and target features, stored or computed as they are needed."""
+"""Batches for the trainer: tokens and target features, which are stored or computed on demand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from eagle3.train.batches.token_dataset import TokenDataset
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes batches of conversations, cut to `max_len` tokens.
+    """Builds batches of conversations that are cut to `max_len` tokens.
 
-    fused: hidden_states indices that the head reads; last: that of the hidden after the last norm.
+    fused: hidden_states indices of the features that the head reads. last: hidden_states index of
+    the hidden states after the target's last norm. hidden_size: the target's. device: where the
+    batches are placed. Raises DataError if stored features lack one of these layers or have another
+    width.
     """
 
     data: TokenDataset
@@ -34,31 +37,37 @@ class BatchSource:
         kept = self.features
         if isinstance(kept, StoredFeatures) and kept.hidden_size != self.hidden_size:
             raise DataError(
-                f"the data has features of width {kept.hidden_size}, the target has "
-                f"{self.hidden_size}: give the target that they came from"
+                f"the stored features have width {kept.hidden_size}, but the target has hidden "
+                f"size {self.hidden_size}: use the target that the features were computed with"
             )
         missing = sorted({*self.fused, self.last} - set(self.features.layers))
         if missing:
             raise DataError(
-                f"the data has features of layers {list(self.features.layers)}, not {missing}: "
-                "make them with `eagle3 train data --features --aux-layers ...`, or delete the "
-                "folder `features`, so that the target is run in every epoch"
+                f"the data has features of the layers {list(self.features.layers)}, but not of "
+                f"{missing}: compute them with `eagle3 train data --features --aux-layers ...`, or "
+                "delete the folder `features` to run the target in every epoch"
             )
 
     def length(self, index: int) -> int:
-        """Tokens of conversation `index` that are used."""
+        """Return the number of tokens of conversation `index` that are used."""
         return min(int(self.data.lengths[index]), self.max_len)
 
     def num_counted(self, index: int) -> int:
-        """Tokens of conversation `index` that a loss can count: written, behind the second one."""
+        """Return the number of tokens of conversation `index` that a loss can count.
+
+        These are the tokens that the target wrote, from the third token of the conversation on.
+        """
         return int(self.data.written[self.data.span(index)][2 : self.length(index)].sum())
 
     def batches(self, indices: Sequence[int], batch_tokens: int) -> list[list[int]]:
-        """Some conversations as batches, in an order of no meaning: for evaluation."""
+        """Divide conversations into batches for evaluation, where their order does not matter."""
         return epoch_batches(indices, list(map(self.length, indices)), batch_tokens, 0, 0)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The conversations, padded to the longest; with none, one that the loss does not count."""
+        """Return the batch of these conversations, padded to the longest one.
+
+        With no conversations, the batch has a single empty row that the loss does not count.
+        """
         lengths = [self.length(i) for i in indices] or [3]
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
         written = torch.zeros(ids.shape, dtype=torch.bool)

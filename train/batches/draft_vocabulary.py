@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target's tokens that answers are made of (method section 6)."""
+"""The draft vocabulary: the most frequent tokens of the target's answers (method section 6)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from eagle3.train.batches.token_dataset import TokenDataset
 def draft_vocabulary(
     data: TokenDataset, conversations: NDArray[np.int64], vocab_size: int, size: int
 ) -> NDArray[np.int64]:
-    """The `size` most frequent tokens that the target wrote in `conversations`, ascending, int64
-    [Vd]; ties go to the lower id. size at or above `vocab_size` gives every token.
+    """Return the `size` most frequent tokens that the target wrote in `conversations`.
+
+    The result is int64 [Vd], ascending; ties go to the lower token id. If `size` is at least
+    `vocab_size`, it holds every token.
     """
     if size >= vocab_size:
         return np.arange(vocab_size, dtype=np.int64)
@@ -22,6 +24,6 @@ def draft_vocabulary(
 
 
 def coverage(data: TokenDataset, target_ids: NDArray[np.int64]) -> float:
-    """Share of the written tokens that the draft vocabulary has."""
+    """Return the share of the tokens written by the target that are in the draft vocabulary."""
     written = data.tokens[data.written]
     return float(np.isin(written, target_ids).mean()) if len(written) else 0.0

@@ -1,10 +1,10 @@
-"""The target's hidden states over a data set, computed once and kept in memory-mapped shards.
+"""The target's hidden states over a data set, computed once and stored in memory-mapped shards.
 
-    features/index.json     layers, widths, which shard holds which conversations
-    features/00000.npy      uint16 [rows, F], the bits of bfloat16; F = layers * d
+    features/index.json     layers, hidden size, precision, and the conversations of each shard
+    features/00000.npy      uint16 [rows, F], the bits of bfloat16 values; F = layers * d
 
-Layers are hidden_states indices; the last one is after the target's last norm, what lm_head reads.
-Shards are written whole, so that an interrupted run goes on with the first one that is missing.
+Layers are hidden_states indices. The last one is after the target's last norm, the input of
+lm_head. A shard is written atomically, so an interrupted run computes only the missing shards.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from eagle3.train.batches.token_dataset import TokenDataset, save_array
 from eagle3.train.jobs.journal import write_json
 from eagle3.train.jobs.progress import Progress
 
-SHARD_TOKENS = 65_536
+SHARD_TOKENS = 65_536  # maximum per shard; a longer conversation gets its own shard
 Report = Callable[[str], None]
 
 
 class LiveFeatures:
-    """Runs the target on the conversations of a batch: nothing is stored."""
+    """Features computed by running the target on the conversations of a batch; nothing is stored.
+
+    layers: hidden_states indices to return. autocast: compute in bfloat16. device: the target's.
+    """
 
     def __init__(self, model: Any, layers: Sequence[int], autocast: bool) -> None:
         self._decoder: nn.Module = model.base_model
@@ -43,12 +46,16 @@ class LiveFeatures:
 
     @torch.no_grad()
     def rows(self, ids: Sequence[NDArray[np.int32]]) -> list[Tensor]:
-        """ids: token ids of conversations -> bfloat16 [T_i, F] each, on the target's device."""
+        """Return the features of conversations, bfloat16 [T_i, F] each, on the target's device.
+
+        ids: the token ids of each conversation.
+        """
         longest = max(map(len, ids))
         batch = torch.zeros(len(ids), longest, dtype=torch.int64)
         for row, each in zip(batch, ids, strict=True):
             row[: len(each)] = torch.from_numpy(each.astype(np.int64))
-        with self._precision():  # padding stands behind, where a causal model does not look
+        # The padding is on the right, so no token of a causal model attends to it.
+        with self._precision():
             hidden = self._decoder(
                 input_ids=batch.to(self.device), use_cache=False, output_hidden_states=True
             ).hidden_states
@@ -61,8 +68,10 @@ class LiveFeatures:
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """Reads the shards of a data folder. layers: hidden_states indices; firsts: first conversation
-    of each shard, then their number.
+    """Features read from the shards of a data folder.
+
+    layers: hidden_states indices that are stored. hidden_size: the target's. firsts: the first
+    conversation of each shard, followed by the number of conversations.
     """
 
     folder: Path
@@ -75,14 +84,20 @@ class StoredFeatures:
         return [_opened(_shard_path(self.folder, i)) for i in range(len(self.firsts) - 1)]
 
     def fits(self, data: TokenDataset) -> bool:
-        """Whether the shards have a row for each token. Raises DataError for a damaged one."""
+        """Return True if the shards have exactly one row for each token of `data`.
+
+        Raises DataError if a shard is damaged.
+        """
         rows = np.diff(data.offsets[list(self.firsts)])
         width = len(self.layers) * self.hidden_size
         wanted = [(int(count), width) for count in rows]
         return [shard.shape for shard in self._shards] == wanted
 
     def rows(self, data: TokenDataset, index: int) -> Tensor:
-        """bfloat16 [T_i, F] of conversation `index`."""
+        """Return the features of conversation `index`, bfloat16 [T_i, F] on the host.
+
+        The result is a view of the memory-mapped shard.
+        """
         shard = int(np.searchsorted(self.firsts, index, "right")) - 1
         start = int(data.offsets[index] - data.offsets[self.firsts[shard]])
         bits = self._shards[shard][start : start + int(data.lengths[index])]
@@ -90,9 +105,9 @@ class StoredFeatures:
 
 
 def open_features(folder: Path, data: TokenDataset) -> StoredFeatures | None:
-    """The complete features of a data folder, or None where it has none.
+    """Open the features of a data folder; return None if it has none.
 
-    Raises DataError for features that are unfinished or belong to other tokens.
+    Raises DataError if the features are incomplete or belong to other tokens.
     """
     path = folder / "features" / "index.json"
     if not path.is_file():
@@ -113,12 +128,15 @@ def open_features(folder: Path, data: TokenDataset) -> StoredFeatures | None:
     ]
     if missing or not (fits and stored.fits(data)):
         fault = f"{len(missing)} shards are missing" if missing else "they belong to other tokens"
-        raise DataError(f"{stored.folder}: {fault}; run `eagle3 train data --features` again")
+        raise DataError(
+            f"the features in {stored.folder} cannot be used: {fault}; run `eagle3 train data "
+            "--features` again"
+        )
     return stored
 
 
 def fingerprint(data: TokenDataset) -> str:
-    """What tells one data set's tokens from another's."""
+    """Return a hash of a data set's tokens and offsets, which identifies it."""
     digest = hashlib.sha256(data.tokens.tobytes())
     digest.update(data.offsets.tobytes())
     return digest.hexdigest()
@@ -135,15 +153,16 @@ def write_features(
     batch_tokens: int = 2048,
     report: Report = lambda _: None,
 ) -> None:
-    """Computes the shards that are missing; process `rank` of `world` takes every world-th one.
+    """Compute the missing shards; process `rank` of `world` computes every world-th shard.
 
-    Raises DataError when the disk is full; finished shards stay.
+    batch_tokens: maximum number of tokens, padding included, that the target runs on at once.
+    Raises DataError if the disk is full; finished shards are kept.
     """
     out = folder / "features"
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{out} cannot be made: {error.strerror}") from error
+        raise DataError(f"{out} cannot be created: {error.strerror}") from error
     firsts = _shard_starts(data)
     index = {
         "layers": list(live.layers),
@@ -162,7 +181,10 @@ def write_features(
 
 
 def _claim(out: Path, index: dict[str, Any], rank: int) -> None:
-    """Writes the index, and drops the shards of any other data set, layers or precision."""
+    """Write the index, after deleting the shards of another data set, other layers or precision.
+
+    Only process 0 writes; the others wait until the index is there.
+    """
     path = out / "index.json"
     if rank != 0:
         while _read_index(path) != index:
@@ -175,7 +197,7 @@ def _claim(out: Path, index: dict[str, Any], rank: int) -> None:
 
 
 def _read_index(path: Path) -> Any:
-    """What index.json holds; None where it is missing or damaged."""
+    """Return the contents of index.json, or None if it is missing or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -189,7 +211,10 @@ def _shard(
     batch_tokens: int,
     progress: Progress,
 ) -> NDArray[np.uint16]:
-    """uint16 [rows, F] of some conversations; those of similar length run together."""
+    """Return the shard uint16 [rows, F] of some conversations.
+
+    Conversations of similar length are run together, to limit the padding.
+    """
     base = int(data.offsets[conversations.start])
     result: NDArray[np.uint16] | None = None
     rows = int(data.offsets[conversations.stop]) - base
@@ -207,7 +232,7 @@ def _shard(
 
 
 def _by_length(data: TokenDataset, conversations: range, batch_tokens: int) -> Iterator[list[int]]:
-    """Batches of at most `batch_tokens` tokens, padding included, or of one conversation."""
+    """Yield batches of at most `batch_tokens` tokens, padding included, or of one conversation."""
     batch: list[int] = []
     for i in sorted(conversations, key=lambda i: int(data.lengths[i])):
         if batch and (len(batch) + 1) * int(data.lengths[i]) > batch_tokens:
@@ -219,7 +244,7 @@ def _by_length(data: TokenDataset, conversations: range, batch_tokens: int) -> I
 
 
 def _shard_starts(data: TokenDataset) -> list[int]:
-    """First conversation of each shard, then the number of conversations."""
+    """Return the first conversation of each shard, followed by the number of conversations."""
     starts = [0]
     for i in range(1, len(data)):
         if data.offsets[i + 1] - data.offsets[starts[-1]] > SHARD_TOKENS:
@@ -228,9 +253,10 @@ def _shard_starts(data: TokenDataset) -> list[int]:
 
 
 def _opened(path: Path) -> NDArray[np.uint16]:
-    """A shard, memory-mapped. Raises DataError."""
+    """Open a shard memory-mapped. Raises DataError if it cannot be read."""
     try:
-        shard: NDArray[np.uint16] = np.load(path, mmap_mode="c")  # torch wants writable memory
+        # Copy-on-write, as torch expects writable memory.
+        shard: NDArray[np.uint16] = np.load(path, mmap_mode="c")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{path} cannot be read ({error}): delete it and run `eagle3 train data --features` "

@@ -1,9 +1,9 @@
-"""Conversations as training reads them: all tokens in one array, and who wrote each of them.
+"""The packed conversations that training reads: all tokens in one array, and who wrote each one.
 
-A data folder holds, besides the journal that `eagle3.train.data.answers` writes:
+Besides the journal that `train/data/answers.py` writes, a data folder contains:
 
-    tokens.npy      int32 [T], the conversations one after the other
-    written.npy     bool [T], true where the target wrote the token: the loss counts these alone
+    tokens.npy      int32 [T], the token ids of all conversations, one after the other
+    written.npy     bool [T], True where the target wrote the token; the loss counts only these
     offsets.npy     int64 [n+1], conversation i is tokens[offsets[i]:offsets[i+1]]
 """
 
@@ -25,7 +25,7 @@ _ARRAYS = {"tokens": np.int32, "written": np.bool_, "offsets": np.int64}
 
 @dataclass(frozen=True)
 class Conversation:
-    """Token ids, and for each one whether the target wrote it (its end token included)."""
+    """Token ids, and for each one whether the target wrote it (end tokens of answers included)."""
 
     ids: tuple[int, ...]
     written: tuple[bool, ...]
@@ -50,34 +50,38 @@ class TokenDataset:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each conversation, int64 [n]."""
+        """Number of tokens of each conversation, int64 [n]."""
         lengths: NDArray[np.int64] = np.diff(self.offsets)
         return lengths
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises DataError for a token that a target of `vocab_size` tokens does not have."""
+        """Raise DataError unless every token id is below `vocab_size`."""
         highest = int(self.tokens.max())
         if highest >= vocab_size:
             raise DataError(
-                f"the data has token id {highest}, but the target has {vocab_size} tokens: give "
-                "the target that the data came from"
+                f"the data contains token id {highest}, but the target has {vocab_size} tokens: "
+                "use the target that wrote the data"
             )
 
     def span(self, index: int) -> slice:
-        """Where conversation `index` stands in `tokens` and `written`."""
+        """Return the slice of conversation `index` in `tokens` and `written`."""
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
 def save_array(path: Path, array: NDArray[Any]) -> None:
-    """Writes `path` so that it is either the old file or the whole new one.
+    """Write an array to `path` atomically: the file is either the old one or all of the new one.
 
-    Raises DataError when the disk is full or the folder cannot be written.
+    Raises DataError if the disk is full or the folder cannot be written.
     """
     _save_arrays({path: array})
 
 
 def _save_arrays(arrays: Mapping[Path, NDArray[Any]]) -> None:
-    """Files that belong together, the last of which is missing when a kill left them half new."""
+    """Write files that belong together.
+
+    The last file is deleted before the others are replaced, so that it is missing if the process
+    is killed in between.
+    """
     parts = {path: path.with_suffix(".part") for path in arrays}
     try:
         for path, array in arrays.items():
@@ -93,18 +97,18 @@ def _save_arrays(arrays: Mapping[Path, NDArray[Any]]) -> None:
         for part in parts.values():
             part.unlink(missing_ok=True)
         raise DataError(
-            f"{path} cannot be written: {error.strerror}; what was there is kept"
+            f"{path} cannot be written: {error.strerror}; the existing files are kept"
         ) from error
 
 
 def write_dataset(folder: Path, conversations: Iterable[Conversation]) -> TokenDataset:
-    """Packs `conversations` into the three arrays and opens them.
+    """Pack `conversations` into the three arrays of `folder` and open them.
 
-    Raises DataError where there is none, or the folder cannot be written.
+    Raises DataError if there are no conversations, or if the folder cannot be written.
     """
     every = list(conversations)
     if not every:
-        raise DataError(f"{folder}: no conversation is left to train on")
+        raise DataError(f"{folder}: no conversation is left to train on; add more prompts")
     values = {
         "tokens": np.fromiter((i for c in every for i in c.ids), np.int32),
         "written": np.fromiter((w for c in every for w in c.written), np.bool_),
@@ -115,7 +119,11 @@ def write_dataset(folder: Path, conversations: Iterable[Conversation]) -> TokenD
 
 
 def open_dataset(folder: Path) -> TokenDataset:
-    """Raises DataError, naming the file, where one is missing, broken or does not fit."""
+    """Open the arrays of a data folder, memory-mapped and read-only.
+
+    Raises DataError, naming the file, if one is missing or damaged or has another dtype, and if
+    the arrays do not belong together.
+    """
     arrays: dict[str, Any] = {}
     for name, dtype in _ARRAYS.items():
         path = folder / f"{name}.npy"
@@ -123,17 +131,20 @@ def open_dataset(folder: Path) -> TokenDataset:
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError as error:
             raise DataError(
-                f"{path} is missing: make the data with `eagle3 train data ... -o {folder}`"
+                f"{path} is missing: create the data with `eagle3 train data ... -o {folder}`"
             ) from error
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         if arrays[name].ndim != 1 or arrays[name].dtype != dtype:
-            raise DataError(f"{path} is {arrays[name].dtype}, not a list of {np.dtype(dtype)}")
+            raise DataError(
+                f"{path} must be a one-dimensional array of {np.dtype(dtype)}, got "
+                f"{arrays[name].dtype} with {arrays[name].ndim} dimensions; create the data again"
+            )
     data = TokenDataset(**arrays)
     ends = len(data.offsets) and int(data.offsets[-1])
     if not len(data.tokens) == len(data.written) == ends or bool(np.any(data.lengths < 1)):
         raise DataError(
-            f"{folder}: tokens [{len(data.tokens)}], written [{len(data.written)}] and the offsets "
-            f"(last {ends}) do not belong together; make the data again"
+            f"{folder}: tokens.npy [{len(data.tokens)}], written.npy [{len(data.written)}] and "
+            f"offsets.npy (last offset {ends}) do not belong together; create the data again"
         )
     return data

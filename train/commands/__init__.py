@@ -1,4 +1,5 @@
-"""The commands `eagle3 train ...`: they parse options, call a stage, and print.
+"""The commands `eagle3 train ...`.
 
-torch is imported inside the commands, so that `--help` works without it.
+They only parse options, call a stage and print. torch is imported inside the commands, so that
+`--help` works without it.
 """

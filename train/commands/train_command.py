@@ -1,4 +1,4 @@
-"""`eagle3 train ...`: parses and calls; torch is imported within the commands."""
+"""The group `eagle3 train` and its command `data`. torch is imported inside the commands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import click
 
 from eagle3.runtime.errors import TrainingError
 from eagle3.runtime.terminal.options import (
+    AUX_LAYERS_HELP,
+    MAX_NEW_TOKENS_HELP,
+    MAX_SEQ_LEN_HELP,
+    TARGET_HELP,
+    THREADS_HELP,
     ManyFiles,
     given_fields,
     import_stage,
@@ -19,7 +24,7 @@ from eagle3.runtime.terminal.options import (
     parsed,
     print_result,
 )
-from eagle3.train.commands.head_command import evaluate, head
+from eagle3.train.commands.head_command import DEFAULT_AUX_LAYERS, evaluate, head
 from eagle3.train.requests.data_request import DataRequest
 
 _FILE = click.Path(path_type=Path)
@@ -32,7 +37,11 @@ def _temperatures(value: str) -> tuple[float, ...]:
 
 @click.group()
 def train() -> None:
-    """Train a draft head: data from the target, the head, its evaluation."""
+    """Train a draft head: make the data, train, evaluate.
+
+    `data` lets the target write the training data, `head` trains an EAGLE head on it, and `eval`
+    measures the acceptance length of the head.
+    """
 
 
 train.add_command(head)
@@ -40,57 +49,90 @@ train.add_command(evaluate)
 
 
 @train.command(cls=ManyFiles)
-@click.option("--target", required=True, help="Hugging Face id, folder, or .gguf file.")
+@click.option("--target", required=True, metavar="MODEL", help=TARGET_HELP)
 @click.option(
     "--prompts",
     multiple=True,
     type=_FILE,
     metavar="FILES...",
-    help=".jsonl with `prompt`, `turns` or `messages`, answered or not; or text, a prompt a line.",
+    help="Prompt files: text with one prompt per line, or .jsonl with `prompt`, `turns` or"
+    " `messages`, with or without answers.",
 )
-@click.option("-o", "--output", required=True, type=_FILE, metavar="DIR", help="Folder of data.")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=_FILE,
+    metavar="DIR",
+    help="Folder to write the training data to.",
+)
 @click.option(
     "--evaluation",
     multiple=True,
     type=_FILE,
     metavar="FILES...",
-    help="Never train on a prompt of these.",
+    help="Prompt files for evaluation, whose prompts are excluded from the training data.",
 )
-@click.option("--rows", default=_DATA["rows"], help="Prompts answered at once.")
-@click.option("--max-new-tokens", default=_DATA["max_new_tokens"], help="Of each answer.")
-@click.option("--max-len", default=_DATA["max_len"], help="Prompt and answer, in tokens.")
+@click.option("--rows", default=_DATA["rows"], help="Number of prompts answered at the same time.")
+@click.option("--max-new-tokens", default=_DATA["max_new_tokens"], help=MAX_NEW_TOKENS_HELP)
+@click.option("--max-len", default=_DATA["max_len"], help=MAX_SEQ_LEN_HELP)
 @click.option(
     "--temperatures",
     default=",".join(f"{t:g}" for t in _DATA["temperatures"]),
-    callback=parsed(_temperatures, "numbers, as in 0,0.7,1.0"),
+    callback=parsed(_temperatures, "numbers, for example 0,0.7,1.0"),
     metavar="T,...",
-    help="One of them for each prompt.",
-)
-@click.option("--seed", default=_DATA["seed"], help="Of sampling and joining.")
-@click.option(
-    "--synthesize", default=_DATA["synthesize"], metavar="N", help="Prompts the target makes up."
+    help="Sampling temperatures, one of which is drawn for each prompt; 0 decodes greedily.",
 )
 @click.option(
-    "--long-share", default=_DATA["long_share"], help="Of the conversations, joined to long ones."
+    "--seed",
+    default=_DATA["seed"],
+    help="Random seed for sampling and for joining conversations.",
 )
-@click.option("--long-tokens", default=_DATA["long_tokens"], help="Length of a long one.")
-@click.option("--features", is_flag=True, help="Store the target's hidden states too.")
+@click.option(
+    "--synthesize",
+    default=_DATA["synthesize"],
+    metavar="N",
+    help="Number of prompts to let the target write itself, in addition to --prompts.",
+)
+@click.option(
+    "--long-share",
+    default=_DATA["long_share"],
+    help="Fraction (0 to 1) of the conversations to join into longer ones.",
+)
+@click.option(
+    "--long-tokens",
+    default=_DATA["long_tokens"],
+    help="Maximum length of a joined conversation, in tokens.",
+)
+@click.option(
+    "--features",
+    is_flag=True,
+    help="Also store the target's hidden states, so that training need not run the target.",
+)
 @click.option(
     "--aux-layers",
     "aux_layer_ids",
-    callback=parsed(layer_numbers, "layer numbers, as in 2,15,27"),
+    callback=parsed(layer_numbers, "layer numbers, for example 2,15,27"),
     metavar="L,M,H",
-    help="Layers of --features as hidden_states indices; default: 2, half, last but two.",
+    help=f"{AUX_LAYERS_HELP} Requires --features.  {DEFAULT_AUX_LAYERS}",
 )
-@click.option("--bf16", is_flag=True, help="Compute --features in bfloat16.")
-@click.option("--threads", type=int, help="Of the target's engine; default: the cores.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Prompts that are used.")
-@click.option("--raw", is_flag=True, help="Prompts as they are, without the chat template.")
+@click.option(
+    "--bf16", is_flag=True, help="Compute the hidden states in bfloat16. Requires --features."
+)
+@click.option("--threads", type=int, help=THREADS_HELP)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Maximum number of prompts used from --prompts.  [default: unlimited]",
+)
+@click.option("--raw", is_flag=True, help="Use the prompts as they are, without the chat template.")
 @json_option
 def data(as_json: bool, **flags: Any) -> None:
-    """Let the target answer prompts, and pack its conversations for training.
+    """Let the target answer prompts, and store the training data.
 
-    Run again, it goes on where it stopped. With torchrun, processes share the work.
+    An interrupted run continues when the command is repeated. With torchrun, the processes share
+    the work.
     """
     stage = import_stage("eagle3.train.data.make_data", "train", TrainingError)
     summary = stage.make_data(DataRequest(**given_fields(DataRequest, flags)), report=note)

@@ -1,5 +1,5 @@
-"""Makes training data: prompts in, conversations written by the target out.
+"""Creation of training data: from prompts to conversations written by the target.
 
-Reading prompts, rendering, answering and packing belong here. The packed form that training reads
-is in `train/batches`.
+This folder reads prompts, renders them, answers them and packs the conversations. The packed form
+that training reads is in `train/batches`.
 """

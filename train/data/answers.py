@@ -1,10 +1,11 @@
-"""The target answers what has no answer yet; every finished one is a line of the journal.
+"""The target's answers to the prompts; every finished conversation is a line of the journal.
 
     conversations.jsonl     id, source, license, before?, prompt, temperature, seed,
                             max_new_tokens, ended, answer, answer_ids
 
-`before`: the messages before the prompt, where there are any; `seed` and `max_new_tokens` are null
-for an answer that came with its prompt. The same id again replaces the line before (`finished`).
+`before` holds the messages before the prompt, if there are any. `seed` and `max_new_tokens` are
+null for an answer that came with its prompt. A later line with the same id replaces an earlier one
+(see `finished`).
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ NAME = "conversations"
 
 
 class Generating(Protocol):
-    """What `BatchEngine` does."""
+    """The interface of `BatchEngine` that is used here."""
 
     def generate(self, requests: Iterable[BatchRequest]) -> Any:
-        """Yields a BatchAnswer for each request, in no order."""
+        """Yield a BatchAnswer for each request, in any order."""
 
 
 def finished(folder: Path, tasks: Iterable[Task] = ()) -> dict[str, dict[str, Any]]:
-    """The journals' lines by id, those of every process and earlier run.
+    """Return the lines of all journals by id, including those of other processes and earlier runs.
 
-    Of several with one id, the last; but one that is what `tasks` would make comes first, as
-    another process's journal may hold what was asked for earlier. Raises DataError.
+    If several lines have the same id, the last one is returned. However, a line that answers one of
+    `tasks` takes precedence, because the journal of another process may hold an answer to an
+    earlier request. Raises DataError if a journal cannot be read.
     """
     wanted = {task.entry.id: task for task in tasks}
     rows: dict[str, dict[str, Any]] = {}
@@ -49,7 +51,11 @@ def finished(folder: Path, tasks: Iterable[Task] = ()) -> dict[str, dict[str, An
 
 
 def write_given(folder: Path, tasks: Iterable[Task], known: Mapping[str, Any]) -> None:
-    """Puts conversations that came with their answers into the journal. Raises DataError."""
+    """Write the conversations that came with their answers to the journal of process 0.
+
+    known: the lines that the journals hold already, by id; these are not written again. Raises
+    DataError if the journal cannot be written.
+    """
     with Journal(folder, NAME) as journal:
         for task in tasks:
             if task.entry.answer is not None and not task.is_done(known.get(task.entry.id)):
@@ -64,10 +70,10 @@ def write_answers(
     rank: int = 0,
     report: Report = lambda _: None,
 ) -> None:
-    """Answers `tasks` into the journal of process `rank`.
+    """Answer `tasks`, and write the answers to the journal of process `rank`.
 
-    Raises DataError when the disk is full and EngineError when the target fails; what was answered
-    before stays, as it does on Ctrl-C.
+    Raises DataError if the disk is full and EngineError if the target fails. The answers finished
+    before that are kept, also after Ctrl-C.
     """
     by_id = {task.entry.id: task for task in tasks}
     progress = Progress("answers", len(tasks), report, unit="prompts")
@@ -85,7 +91,7 @@ def write_answers(
 
 
 def answer_of(task: Task, known: Mapping[str, Mapping[str, Any]]) -> Answer:
-    """The answer of a finished task. Raises DataError for a line without one."""
+    """Return the answer of a finished task. Raises DataError if its line has no answer."""
     row = known[task.entry.id]
     try:
         ids = tuple(map(int, row["answer_ids"]))

@@ -1,4 +1,4 @@
-"""`dataset.json`: where the data came from, what was left out and why, and how to make it again."""
+"""`dataset.json`: the origin of the data, what was left out and why, and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("eagle3", "torch", "transformers", "onnxruntime", "onnxruntime-gpu"
 
 
 def write_summary(request: DataRequest, vocab_size: int, counts: Mapping[str, Any]) -> None:
-    """Writes dataset.json, whole or not at all. Raises DataError."""
+    """Write dataset.json atomically. Raises DataError if it cannot be written."""
     write_json(
         request.output / "dataset.json",
         {
@@ -34,7 +34,7 @@ def write_summary(request: DataRequest, vocab_size: int, counts: Mapping[str, An
 
 
 def counts_of(selection: Selection, tasks: Tasks) -> dict[str, Any]:
-    """What became of every prompt."""
+    """Return how many prompts were read, left out (by reason), answered, and given with answers."""
     counts = selection.counts
     given = sum(task.entry.answer is not None for task in tasks.tasks)
     return {
@@ -51,7 +51,7 @@ def counts_of(selection: Selection, tasks: Tasks) -> dict[str, Any]:
 
 
 def read_counts(folder: Path) -> dict[str, Any]:
-    """The counts of a finished folder. Raises DataError."""
+    """Return the counts of a finished data folder. Raises DataError if they cannot be read."""
     path = folder / "dataset.json"
     try:
         counts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["counts"]

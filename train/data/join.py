@@ -1,4 +1,6 @@
-"""Joins short conversations into long ones, so that a head also sees late positions."""
+"""Joining of short conversations into long ones, so that a head is also trained on late
+positions.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from eagle3.train.data.render import Renderer, Turn
 def joined(
     talks: Sequence[Sequence[Turn]], renderer: Renderer, share: float, max_tokens: int, seed: int
 ) -> list[Conversation]:
-    """Conversations as they are, and about `share` of `talks` joined into long ones.
+    """Return the conversations of `talks`, with about the share `share` joined into long ones.
 
-    A long one takes conversations as they come until the next would pass `max_tokens`; those with
-    a system message are left alone. Which are joined depends on `seed` alone.
+    Consecutive selected conversations are joined until the next one would exceed `max_tokens`.
+    Conversations with a system message are not joined. The selection depends only on `seed`. The
+    joined conversations follow the others in the result.
     """
     chosen = np.random.default_rng(seed).random(len(talks)) < share
     single = [renderer.conversation(talk) for talk in talks]

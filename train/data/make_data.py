@@ -1,15 +1,21 @@
-"""`eagle3 train data`: prompts in, a folder of conversations that the target wrote out.
+"""`eagle3 train data`: turn prompts into a folder of conversations that the target wrote.
 
-    read prompts -> make some up -> render -> answer -> pack -> features
-    prompts.py      synthesize.py   tasks.py  answers.py  dataset.py  features.py
+    read prompts          prompt_selection.py
+    synthesize prompts    synthesize.py
+    render                tasks.py, render.py
+    answer                answers.py
+    join and pack         join.py, token_dataset.py
+    compute features      features.py
 
-Every stage goes on where an earlier run stopped. The folder holds
+Every stage continues where an earlier run stopped. The folder contains:
 
-    begun.json              the target that it is of
-    conversations.jsonl     the journal (`answers.py`); synthesized.jsonl (`synthesize.py`)
-    target/                 the target's bundle, where something had to be answered
-    tokens.npy, ...         the packed data (`dataset.py`); dataset.json: counts, recipe, versions
-    features/               with --features (`features.py`)
+    begun.json              the target and the option --raw, which must not change
+    conversations.jsonl     the journal of answers (`answers.py`)
+    synthesized.jsonl       the journal of synthesized prompts (`synthesize.py`)
+    target/                 the bundle of the target, if something had to be sampled
+    tokens.npy, ...         the packed data (`token_dataset.py`)
+    dataset.json            counts, recipe and versions (`data_summary.py`)
+    features/               the target's hidden states, with --features (`features.py`)
 """
 
 from __future__ import annotations
@@ -42,11 +48,12 @@ Report = Callable[[str], None]
 
 
 def make_data(request: DataRequest, report: Report = lambda _: None) -> DataSummary:
-    """Makes the data folder, or goes on making it.
+    """Create the data folder, or continue an interrupted run, and return its summary.
 
-    Raises DataError for prompts that cannot be read, a folder of another target or a full disk,
-    ExportError for a target that cannot be loaded, EngineError when it fails while answering. What
-    was answered stays in the journal then, and on Ctrl-C.
+    report: receives progress lines. Raises DataError if prompts cannot be read, if the folder
+    belongs to another target, or if the disk is full; ExportError if the target cannot be loaded;
+    EngineError if it fails while answering. The finished answers stay in the journal then, and also
+    after Ctrl-C.
     """
     with joined_processes() as processes, ExitStack() as held:
         if processes.is_first:
@@ -57,12 +64,14 @@ def make_data(request: DataRequest, report: Report = lambda _: None) -> DataSumm
 
 
 def _silent(_: str) -> None:
-    """What the other processes report."""
+    """Discard a progress line: only the first process reports."""
 
 
 class _Run:
-    """One process of a run. All of them take the same decisions: each reads the same files, and
-    none writes before `processes.wait()` says that all have read.
+    """One process of a run.
+
+    All processes take the same decisions, because all of them read the same files, and none writes
+    before `processes.wait()` has returned, that is, before all of them have read.
     """
 
     def __init__(self, request: DataRequest, processes: Processes, report: Report) -> None:
@@ -102,7 +111,7 @@ class _Run:
 
     @cached_property
     def _engine(self) -> BatchEngine:
-        """Made by all processes at the same point, once something must be sampled."""
+        """The engine of the target, created by all processes at the same point when needed."""
         request, bundle = self._request, self._folder / "target"
         if self._processes.is_first:
             export_target(request.target, bundle, request.max_len, self._report)
@@ -118,12 +127,17 @@ class _Run:
         return selection
 
     def _layers(self) -> tuple[int, ...]:
-        """The layers whose features are stored, ascending. Raises DataError, TrainingError."""
+        """Return the layers whose features are stored, ascending.
+
+        Raises DataError if the target does not have one of the requested layers, and TrainingError
+        if they are not distinct and ascending.
+        """
         num_layers, asked = self._texts.num_layers, self._request.aux_layer_ids
         wrong = [i for i in asked or () if not 0 <= i <= num_layers]
         if wrong:
             raise DataError(
-                f"layer {wrong[0]} is none of the target's: give numbers from 0 to {num_layers}"
+                f"the target has no layer {wrong[0]}: use --aux-layers with numbers from 0 to "
+                f"{num_layers}"
             )
         fused = Recipe(aux_layer_ids=asked).layers(num_layers)
         return tuple(sorted({*fused, num_layers}))
@@ -152,10 +166,10 @@ class _Run:
                 f"{tasks.too_long:,} prompts are too long for --max-len {self._request.max_len}"
             )
         for reason, count in tasks.refused.most_common(5):
-            self._report(f"{count:,} conversations refused: {reason}")
+            self._report(f"{count:,} conversations left out: {reason}")
 
     def _answer(self, tasks: Tasks) -> None:
-        """Every task has a line in a journal then."""
+        """Answer what has no answer yet; afterwards every task has a line in a journal."""
         known = answers.finished(self._folder, tasks.tasks)
         self._processes.wait()
         if self._processes.is_first:
@@ -179,7 +193,7 @@ class _Run:
         self._processes.wait()
 
     def _pack(self, tasks: Tasks) -> dict[str, int]:
-        """Writes the arrays; returns their counts."""
+        """Write the arrays of the data set; return the counts of what they contain."""
         request, renderer = self._request, self._texts.renderer
         known = answers.finished(self._folder, tasks.tasks)
         talks = [
@@ -210,7 +224,7 @@ class _Run:
 
 
 def _begin(request: DataRequest) -> None:
-    """Makes the folder, or sees that it is of the same target."""
+    """Create the folder, or raise DataError unless it was begun with the same target and --raw."""
     path = request.output / "begun.json"
     begun = {"target": request.target, "raw": request.raw}
     try:
@@ -220,7 +234,7 @@ def _begin(request: DataRequest) -> None:
         raise DataError(f"{request.output} cannot be used: {error}") from error
     if before != begun:
         raise DataError(
-            f"{request.output} was begun with {before}, now it is {begun}: give another folder, "
-            "or the same options"
+            f"{request.output} was begun with {before}, but now the options are {begun}: use "
+            "another folder, or the same options"
         )
     write_json(path, begun)

@@ -1,8 +1,8 @@
-"""Reads prompt files and chooses what may be trained on.
+"""Reading of prompt files, and selection of the conversations that may be trained on.
 
-Where it sits: the first stage of `eagle3 train data`; `entries.py` knows what a line may be. What
-is not usable is counted by reason, never dropped in silence; a prompt of an evaluation file is
-never answered.
+This is the first stage of `eagle3 train data`; `entries.py` parses single lines. Lines that cannot
+be used are counted by reason, never dropped silently. A prompt of an evaluation file is never
+answered.
 """
 
 from __future__ import annotations
@@ -17,42 +17,47 @@ from typing import Any
 from eagle3.runtime.errors import DataError
 from eagle3.train.data.entries import BrokenLine, Entry, entry_of_line
 
-_SHOWN = 5  # broken lines that are named
-_CONTAINED = 50  # characters from which an evaluation turn within a prompt counts as the same
+_SHOWN = 5  # number of invalid lines that are reported one by one
+_CONTAINED = 50  # minimum length in characters for containment to count as a match
 
 
 @dataclass
 class PromptCounts:
-    """What became of the lines that were read."""
+    """Counts of the lines that were read.
+
+    read: all lines. broken: invalid lines by reason. duplicates: conversations that repeat an
+    earlier one. over_limit: conversations beyond the limit. evaluation: conversations with an
+    evaluation prompt. examples: descriptions of the first invalid lines.
+    """
 
     read: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
     over_limit: int = 0
     evaluation: int = 0
-    examples: list[str] = field(default_factory=list)  # of broken lines
+    examples: list[str] = field(default_factory=list)
 
     def break_off(self, where: str, reason: str) -> None:
-        """Counts a broken line."""
+        """Count an invalid line. where: its file and line number."""
         self.broken[reason] += 1
         if len(self.examples) < _SHOWN:
             self.examples.append(f"{where}: {reason}")
 
     def lines(self) -> list[str]:
-        """For a reader."""
+        """Return the counts as lines of text."""
         broken = sum(self.broken.values())
         reasons = ", ".join(f"{reason}: {n:,}" for reason, n in self.broken.most_common())
-        head = f"{self.read:,} lines read, {broken:,} broken" + (f" ({reasons})" if broken else "")
+        head = f"{self.read:,} lines read, {broken:,} invalid" + (f" ({reasons})" if broken else "")
         more = [f"... and {broken - _SHOWN:,} more"] if broken > len(self.examples) else []
-        tail = f"{self.duplicates:,} duplicates, {self.evaluation:,} of an evaluation file refused"
+        tail = f"left out: {self.duplicates:,} duplicates, {self.evaluation:,} in evaluation files"
         return [head, *self.examples, *more, tail]
 
 
 class EvaluationTurns:
-    """The turns of evaluation files, to be kept out of training.
+    """The turns of evaluation files, which must not be trained on.
 
-    A prompt is one of them when both are equal, letter case and white space apart, or when one
-    contains the other and the contained one has 50 characters or more.
+    A prompt matches a turn if both are equal, or if one contains the other and the contained one
+    has at least 50 characters. Letter case and white space are ignored.
     """
 
     def __init__(self, turns: Iterable[str] = ()) -> None:
@@ -67,7 +72,7 @@ class EvaluationTurns:
         return len(self._turns)
 
     def has(self, prompt: str) -> bool:
-        """Whether `prompt` may not be trained on."""
+        """Return True if `prompt` matches a turn, so that it must not be trained on."""
         text = _folded(prompt)
         if text in self._turns or (len(text) >= _CONTAINED and text in self._all):
             return True
@@ -79,10 +84,11 @@ class EvaluationTurns:
 
 
 class Selection:
-    """Conversations in the order in which they came, without duplicates and evaluation prompts.
+    """Conversations in input order, without duplicates and evaluation prompts.
 
-    Of two with the same prompt, white space apart, the first one's place is kept, and the one that
-    has an answer.
+    Two conversations are duplicates if they have the same messages up to the prompt; white space is
+    ignored. The position of the first one is kept. Its content is kept too, unless only the later
+    one has an answer.
     """
 
     def __init__(self, evaluation: EvaluationTurns) -> None:
@@ -92,7 +98,7 @@ class Selection:
         self._places: dict[str, int] = {}
 
     def add(self, entry: Entry) -> None:
-        """Takes the conversation, or counts why not."""
+        """Add the conversation, or count the reason why it is left out."""
         key = " ".join(entry.text.split())
         place = self._places.get(key)
         if place is not None:
@@ -106,16 +112,17 @@ class Selection:
             self.entries.append(entry)
 
     def cut(self, limit: int | None) -> None:
-        """Forgets all conversations but the first `limit`."""
+        """Keep only the first `limit` conversations; None keeps all."""
         if limit is not None:
             self.counts.over_limit = max(len(self.entries) - limit, 0)
             del self.entries[limit:]
             self._places = {key: at for key, at in self._places.items() if at < limit}
 
     def add_files(self, files: Sequence[Path]) -> None:
-        """Reads `.jsonl` files, and others as a prompt a line.
+        """Add the conversations of prompt files.
 
-        Raises DataError, naming the file, where one cannot be read or has nothing usable.
+        Files named `.jsonl` or `.json` have one JSON object per line; other files have one prompt
+        per line. Raises DataError, naming the file, if one cannot be read or has no usable line.
         """
         for path in files:
             usable = 0
@@ -130,13 +137,15 @@ class Selection:
                 self.add(entry)
             if not usable:
                 why = f" ({self.counts.examples[-1]})" if self.counts.examples else ": it is empty"
-                raise DataError(f"{path} holds no prompt that can be used{why}")
+                raise DataError(f"{path} contains no usable prompt{why}")
 
 
 def read_evaluation(files: Sequence[Path]) -> EvaluationTurns:
-    """The evaluation turns of `.jsonl` files with `turns` or `prompt`, or of texts, one a line.
+    """Read the evaluation turns of files.
 
-    Raises DataError for any line that is not understood: it might be trained on.
+    Files named `.jsonl` or `.json` have objects with `turns` or `prompt`; other files have one
+    prompt per line. Raises DataError for any line that cannot be parsed, because its prompt could
+    then be trained on.
     """
     turns: list[str] = []
     for path in files:
@@ -146,26 +155,26 @@ def read_evaluation(files: Sequence[Path]) -> EvaluationTurns:
                 turns += _turns(line) if _is_json(path) else [line.decode("utf-8")]
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{path}, line {number}: give an object with `turns`, texts, or `prompt`; "
-                    f"what cannot be read cannot be kept out of training ({error})"
+                    f"{path}, line {number} must be an object with `turns` (a list of strings) or "
+                    f"`prompt` (a string), else it cannot be kept out of training: {error}"
                 ) from error
         if len(turns) == before:
-            raise DataError(f"{path} holds no evaluation prompt")
+            raise DataError(f"{path} contains no evaluation prompt")
     return EvaluationTurns(turns)
 
 
 def _turns(line: bytes) -> list[str]:
     row: Any = json.loads(line.decode("utf-8"))
     if not isinstance(row, dict):
-        raise ValueError("no object")
+        raise ValueError("not a JSON object")
     turns = row["turns"] if "turns" in row else [row.get("prompt")]
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise ValueError("no turns")
+        raise ValueError("`turns` or `prompt` is missing, empty or of the wrong type")
     return turns
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of every line that is not blank."""
+    """Yield the number and the stripped bytes of every line that is not blank."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):

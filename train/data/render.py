@@ -1,4 +1,4 @@
-"""Chat messages to the token ids that the runtime would decode them from."""
+"""Rendering of chat messages to token ids, the same ids that the runtime would use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from eagle3.train.batches.token_dataset import Conversation
 
 @dataclass(frozen=True)
 class Turn:
-    """What a user asked and what the target answered, in ids (the end token included).
+    """A prompt of the user and the target's answer.
 
-    system: a message that opens the conversation; only its first turn may have one.
+    answer_ids: the token ids of the answer, including its end token. system: the system message
+    that opens the conversation; only the first turn may have one.
     """
 
     prompt: str
@@ -28,7 +29,7 @@ class Turn:
 
     @property
     def asked(self) -> list[Message]:
-        """The messages that the answer follows."""
+        """The messages of this turn before the answer."""
         before: list[Message] = []
         if self.system is not None:
             before.append({"role": "system", "content": self.system})
@@ -36,9 +37,11 @@ class Turn:
 
 
 class Renderer:
-    """Renders conversations by the target's chat template; without one, prompts as they are.
+    """Renders conversations with the target's chat template; without one, uses prompts as they are.
 
-    eos_ids: tokens that end an answer. eos_token: the one that does where no template says it.
+    template: the chat template, or None. vocab_size: the number of tokens that have an embedding in
+    the target. eos_ids: the tokens that end an answer. eos_token: the token that ends an answer if
+    the template does not determine one.
     """
 
     def __init__(
@@ -54,13 +57,17 @@ class Renderer:
         self._eos_token = eos_token
 
     def prompt_ids(self, prompt: str | Sequence[Message]) -> tuple[int, ...]:
-        """Ids of a prompt up to where the answer begins, as `Engine.encode` gives them.
+        """Return the token ids of a prompt up to the start of its answer, as `Engine.encode` does.
 
-        Raises RequestError for what the template refuses or the target has no embedding of.
+        Raises RequestError if the template refuses the prompt, if there are several messages but no
+        template, or if a token has no embedding in the target.
         """
         if self._template is None and not isinstance(prompt, str):
             if len(prompt) != 1:
-                raise RequestError("several messages need a chat template")
+                raise RequestError(
+                    f"a prompt of {len(prompt)} messages requires a chat template; use a single "
+                    "message, or a target with a chat template"
+                )
             prompt = str(prompt[0]["content"])
         chat = self._template is not None
         return tuple(encode_prompt(prompt, self._tokenizer, self._template, chat, self._vocab_size))
@@ -68,9 +75,10 @@ class Renderer:
     def answer_ids(
         self, prompt: str | Sequence[Message], answer: str, ended: bool = True
     ) -> tuple[int, ...]:
-        """Ids of an answer that is known as text only; ended: with the end token.
+        """Return the token ids of an answer that is known only as text.
 
-        Raises DataError for a token that the target does not have.
+        prompt: the messages before the answer. ended: append the end token. Raises DataError if a
+        token has no embedding in the target.
         """
         before = self.prompt_ids(prompt)
         if self._template is None:
@@ -79,26 +87,30 @@ class Renderer:
             messages = as_messages(prompt) if isinstance(prompt, str) else prompt
             text, special = self._template.render(messages), False
         whole = self._tokenizer.encode(text + answer, add_special_tokens=special).ids
-        if tuple(whole[: len(before)]) != before:  # the last token would reach into the answer
+        if tuple(whole[: len(before)]) != before:
+            # A token spans the boundary of prompt and answer, so the answer is encoded alone.
             before = ()
             whole = self._tokenizer.encode(answer, add_special_tokens=False).ids
         end = () if self._end_id is None or not ended else (self._end_id,)
         return (*self._known(whole[len(before) :]), *end)
 
     def spells(self, answer: str, answer_ids: Sequence[int]) -> bool:
-        """Whether the ids are of this target, and say the answer, white space around it apart."""
+        """Return True if the ids are valid for this target and decode to the answer.
+
+        White space around the answer is ignored.
+        """
         if min(answer_ids) < 0 or max(answer_ids) >= self._vocab_size:
             return False
         return self.decode(answer_ids).strip() == answer.strip()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of an answer, without special tokens."""
+        """Return the text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def conversation(self, turns: Sequence[Turn]) -> Conversation:
-        """One conversation of one or more turns; only what the target wrote counts as written.
+        """Return the conversation of one or more turns; only answers are marked as written.
 
-        Raises DataError where the template rewrites earlier turns, so that they cannot be joined.
+        Raises DataError if the template rewrites earlier turns, so that they cannot be joined.
         """
         messages = turns[0].asked
         ids: list[int] = list(self.prompt_ids(messages))
@@ -115,18 +127,22 @@ class Renderer:
         return Conversation(tuple(ids), tuple(written))
 
     def _between(self, messages: Sequence[Message], turn: Turn, following: Turn) -> list[int]:
-        """Ids of what the template writes between an answer and the next one."""
+        """Return the token ids that the template writes between an answer and the next one."""
         if self._template is None:
-            raise DataError("conversations of several turns need a chat template")
+            raise DataError(
+                "conversations of several turns require a chat template: use a target that has "
+                "one, or conversations of one turn"
+            )
         before = self._template.render(messages)
         answered = {"role": "assistant", "content": turn.answer}
         after = self._template.render([*messages, answered, *following.asked])
-        starts = [before + turn.answer, before + turn.answer.strip()]  # some templates trim
+        # Some templates strip the answers.
+        starts = [before + turn.answer, before + turn.answer.strip()]
         start = next((start for start in starts if after.startswith(start)), None)
         if start is None:
             raise DataError(
-                "the chat template rewrites earlier answers, so conversations cannot be joined; "
-                "leave out --long-share"
+                "the chat template rewrites earlier answers, so turns cannot be joined: remove "
+                "--long-share, and use conversations of one turn"
             )
         ids = self._known(self._encoded(after[len(start) :]))
         ended = bool(turn.answer_ids) and turn.answer_ids[-1] in self._eos_ids
@@ -134,7 +150,7 @@ class Renderer:
 
     @cached_property
     def _end_id(self) -> int | None:
-        """The token behind an answer: the template's, else the tokenizer's, else the lowest."""
+        """The token that ends an answer: the template's, else `eos_token`, else the lowest id."""
         if self._template is not None:
             mark = "eagle3-answer"
             answered = [*as_messages("a"), {"role": "assistant", "content": mark}]
@@ -145,11 +161,15 @@ class Renderer:
         return token if token is not None else min(self._eos_ids, default=None)
 
     def _known(self, ids: list[int]) -> list[int]:
-        """`ids`; tokenizers may have tokens that the target has no embedding of."""
+        """Return `ids`. Raises DataError if one of them has no embedding in the target.
+
+        A tokenizer may have more tokens than its target.
+        """
         highest = max(ids, default=0)
         if highest >= self._vocab_size:
             raise DataError(
-                f"token id {highest} has no embedding: the target has {self._vocab_size} tokens"
+                f"token id {highest} has no embedding: the target has {self._vocab_size} tokens; "
+                "remove the text that contains it"
             )
         return ids
 

@@ -1,10 +1,12 @@
-"""Prompts that the target makes up itself: its chat template up to where a user's text begins is
-all that it is given, so what it writes next is a prompt such as it was trained on (MAGPIE, 2024).
+"""Prompts that the target writes itself (MAGPIE, 2024).
 
-    synthesized.jsonl       {"try": int, "seed": int, "text": str}, a line for each try, used or not
+The target's input is only the beginning of its chat template, up to the start of the user's text.
+Therefore it continues with a prompt like those that it was trained on.
 
-Sampled at temperature 1 from the likeliest tokens of mass 0.95: the rest of the distribution, a
-twentieth of the draws, is where a small target leaves the language.
+    synthesized.jsonl       {"try": int, "seed": int, "text": str}, one line per try, used or not
+
+Prompts are sampled at temperature 1 with top-p 0.95. The remaining 5% of the probability mass is
+where a small target produces text that is not language.
 """
 
 from __future__ import annotations
@@ -29,15 +31,16 @@ from eagle3.train.jobs.progress import Progress, Report
 NAME = "synthesized"
 TEMPERATURE, TOP_P, MAX_TOKENS = 1.0, 0.95, 128
 _MIN_CHARS = 8
-_TRIES = 4  # for each prompt wanted
+_TRIES = 4  # maximum number of tries per requested prompt
 _MARK = "eagle3-user-text"
 
 
 @dataclass(frozen=True)
 class UserTurn:
-    """What a chat template writes around a user's text, and the tokens that end one.
+    """The text that a chat template writes around a user's text, and the tokens that end it.
 
-    after: the text that ends it; empty where that begins with such a token.
+    before_ids: token ids before the user's text. after: the text that ends the user's text; empty
+    if it begins with an end token. eos_ids: the end tokens.
     """
 
     before_ids: tuple[int, ...]
@@ -46,14 +49,17 @@ class UserTurn:
 
 
 def user_turn(tokenizer: Tokenizer, template: ChatTemplate, eos_ids: Sequence[int]) -> UserTurn:
-    """Raises DataError for a template that writes nothing before a user's text."""
+    """Return what the chat template writes around a user's text.
+
+    Raises DataError if the template writes nothing before the user's text.
+    """
     text = template.render(as_messages(_MARK), add_generation_prompt=False)
     before, found, after = text.partition(_MARK)
     ids = tokenizer.encode(before, add_special_tokens=False).ids
     if not found or not ids:
         raise DataError(
-            "the chat template writes nothing before a user's text, so the target cannot be made "
-            "to begin one: leave out --synthesize"
+            "the chat template writes nothing before a user's text, so the target cannot be "
+            "prompted to write one: remove --synthesize"
         )
     after = after.strip()
     if set(tokenizer.encode(after, add_special_tokens=False).ids[:1]) & set(eos_ids):
@@ -62,7 +68,7 @@ def user_turn(tokenizer: Tokenizer, template: ChatTemplate, eos_ids: Sequence[in
 
 
 def text_of(ids: Sequence[int], tokenizer: Tokenizer, turn: UserTurn) -> str:
-    """The user's text in sampled ids; empty where it has special tokens inside."""
+    """Return the user's text of sampled ids, or "" if there are special tokens inside it."""
     if ids and ids[-1] in turn.eos_ids:
         ids = ids[:-1]
     text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -74,7 +80,11 @@ def text_of(ids: Sequence[int], tokenizer: Tokenizer, turn: UserTurn) -> str:
 
 
 def chosen(texts: dict[int, str], count: int) -> list[str]:
-    """The first `count` texts by try that are long enough and new, white space apart."""
+    """Return the first `count` texts, in the order of their tries.
+
+    texts: by try. Texts of fewer than 8 characters are left out, and so are repetitions, where a
+    difference in white space does not count.
+    """
     found: dict[str, str] = {}
     for number in sorted(texts):
         text = texts[number]
@@ -93,10 +103,11 @@ def synthesize(
     processes: Processes,
     report: Report = lambda _: None,
 ) -> list[str]:
-    """`count` prompts, or as many as came of four tries for each; the same with any processes.
+    """Return `count` prompts written by the target, or fewer if 4 * `count` tries give fewer.
 
-    engine: made when there is something to sample. Goes on where an earlier run stopped. Raises
-    DataError when the disk is full; what was written before stays.
+    The result does not depend on the number of processes. engine: called to create the engine if
+    there is something to sample. An interrupted run continues where it stopped. Raises DataError if
+    the disk is full; what was written before that is kept.
     """
     tries = 0
     texts = _written(folder, seed)
@@ -105,7 +116,7 @@ def synthesize(
         if len(prompts) == count or tries == count * _TRIES:
             break
         tries = min(tries + count - len(prompts), count * _TRIES)
-        processes.wait()  # everybody has read
+        processes.wait()  # no process writes before all of them have read
         missing = [n for n in range(tries) if n not in texts]
         if missing:
             making = engine()
@@ -113,7 +124,7 @@ def synthesize(
             _sample(folder, mine, seed, turn, tokenizer, making, processes.rank, report)
             processes.wait()
             texts = _written(folder, seed)
-    report(f"{len(prompts):,} prompts synthesized of {count:,} wanted, in {tries:,} tries")
+    report(f"synthesized {len(prompts):,} of {count:,} requested prompts in {tries:,} tries")
     return prompts
 
 
@@ -122,14 +133,14 @@ def _seed(number: int, seed: int) -> int:
 
 
 def _written(folder: Path, seed: int) -> dict[int, str]:
-    """The texts by try, less those of another seed."""
+    """Return the texts in the journals by try, without those of another seed."""
     texts: dict[int, str] = {}
     for row in read_journals(folder, NAME):
         try:
             number, own, text = int(row["try"]), int(row["seed"]), str(row["text"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"{folder / NAME}.jsonl has a line without try, seed and text: delete it"
+                f"a line of {folder / NAME}.jsonl lacks try, seed or text: delete that line"
             ) from error
         if own == _seed(number, seed):
             texts[number] = text

@@ -1,4 +1,6 @@
-"""What the data stage needs of a target: its texts, and its engine where it must answer."""
+"""The parts of a target that the data stage uses: its tokenizer, its chat template and
+its bundle.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TargetTexts:
-    """A target without its weights. template: None where prompts are used as they are."""
+    """A target without its weights.
+
+    template: the chat template, or None if prompts are used as they are. renderer: renders
+    conversations with it.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -38,10 +44,11 @@ class TargetTexts:
 
 
 def read_target_texts(source: str, raw: bool) -> TargetTexts:
-    """Reads configuration, tokenizer and chat template of a checkpoint, and no weights.
+    """Read the configuration, tokenizer and chat template of a checkpoint, but no weights.
 
-    source: as `eagle3 export --target`. Raises ExportError when it cannot be read, and DataError
-    when it has no chat template and `raw` is not given.
+    source: checkpoint, given as for `eagle3 export --target`. raw: ignore the chat template. Raises
+    ExportError if the checkpoint cannot be read, and DataError if it has no chat template and `raw`
+    is False.
     """
     where = locate(source)
     try:
@@ -61,8 +68,8 @@ def read_target_texts(source: str, raw: bool) -> TargetTexts:
         written = path.read_text(encoding="utf-8") if path else None
     if written is None and not raw:
         raise DataError(
-            f"target {source} has no chat template: give --raw, so that prompts are used as they "
-            "are, or another target"
+            f"target {source} has no chat template: add --raw to use prompts as they are, or use "
+            "another target"
         )
     template = None if raw or written is None else ChatTemplate(written, info.special_tokens)
     eos = info.eos_token_ids
@@ -77,14 +84,14 @@ def read_target_texts(source: str, raw: bool) -> TargetTexts:
 def _generation_config(where: dict[str, Any], config: Any) -> Any:
     try:
         return GenerationConfig.from_pretrained(where["pretrained_model_name_or_path"])
-    except OSError:  # there is none
+    except OSError:  # the checkpoint has no generation_config.json
         return GenerationConfig.from_model_config(config)
 
 
 def has_bundle(folder: Path, max_len: int) -> bool:
-    """Whether a bundle for `max_len` tokens is there.
+    """Return True if `folder` holds a bundle for a context of `max_len` tokens.
 
-    Raises DataError for a folder that holds anything but a bundle.
+    Raises DataError if its manifest belongs to something that cannot be opened as a bundle.
     """
     if not (folder / MANIFEST_NAME).is_file():
         return False
@@ -95,7 +102,10 @@ def has_bundle(folder: Path, max_len: int) -> bool:
 
 
 def plan_for(max_len: int, **fields: Any) -> Plan:
-    """A plan whose buffers fit a context of `max_len` tokens. Raises PlanError."""
+    """Return a plan with a context of `max_len` tokens, and buffers that are not larger than that.
+
+    fields: other fields of the plan. Raises PlanError for a value out of range.
+    """
     default = Plan()
     return Plan(
         max_seq_len=max_len,
@@ -106,7 +116,11 @@ def plan_for(max_len: int, **fields: Any) -> Plan:
 
 
 def export_target(source: str, folder: Path, max_len: int, report: Report) -> None:
-    """Exports the target without a draft into `folder`, once. Raises ExportError."""
+    """Export the target without a draft to `folder`, unless it holds such a bundle already.
+
+    Raises ExportError if the target cannot be exported, and DataError if `folder` holds a damaged
+    bundle.
+    """
     if has_bundle(folder, max_len):
         return
     export_bundle(

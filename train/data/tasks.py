@@ -1,7 +1,7 @@
-"""What is to be done for each conversation: how the target is to answer it, if it is to.
+"""The task for each conversation: how the target answers it, unless it came with an answer.
 
-How a prompt is answered (temperature, seed, length) is a function of its text and the options, not
-of its place, so that a run that goes on, or more processes, make the same answers.
+Temperature, seed and maximum length of an answer depend on the text of the prompt and the options,
+not on its position. A resumed run, or a run with more processes, therefore gives the same answers.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _SEED_BITS = 48
 
 @dataclass(frozen=True)
 class Task:
-    """A conversation, and how its answer is sampled; given ones are not.
+    """A conversation, and the settings to sample its answer with.
 
-    prompt_ids int32 [N]: rendered, empty for given ones. max_new_tokens: what the context leaves.
+    entry: the conversation. prompt_ids int32 [N]: the rendered prompt; empty if the answer was
+    given. temperature, seed: of sampling. max_new_tokens: maximum length of the answer, limited to
+    the rest of the context. For a given answer, seed and max_new_tokens are None.
     """
 
     entry: Entry
@@ -39,7 +41,7 @@ class Task:
     max_new_tokens: int | None
 
     def request(self) -> BatchRequest:
-        """For the engine; the key is the conversation's id."""
+        """Return the request for the engine; its key is the id of the conversation."""
         assert self.temperature is not None and self.seed is not None
         assert self.max_new_tokens is not None
         params = SamplingParams(temperature=self.temperature, seed=self.seed)
@@ -47,7 +49,7 @@ class Task:
         return BatchRequest(self.entry.id, ids, params, self.max_new_tokens)
 
     def row(self, answer: Answer) -> dict[str, Any]:
-        """The line of the journal."""
+        """Return the journal line of the conversation with `answer`."""
         entry = self.entry
         before = {} if entry.is_plain else {"before": entry.messages[:-1]}
         return {
@@ -65,7 +67,7 @@ class Task:
         }
 
     def is_done(self, row: Mapping[str, Any] | None) -> bool:
-        """Whether `row`, a journal's line for this id, is what this task would make."""
+        """Return True if `row`, a journal line of the same id, is a result of this task."""
         if row is None:
             return False
         if self.entry.answer is not None:
@@ -76,7 +78,10 @@ class Task:
 
 @dataclass
 class Tasks:
-    """All tasks in input order, and what could not become one."""
+    """All tasks in input order, and counts of the conversations that were left out.
+
+    too_long: prompts that leave too little of the context. refused: other reasons.
+    """
 
     tasks: list[Task] = field(default_factory=list)
     too_long: int = 0
@@ -84,7 +89,10 @@ class Tasks:
 
 
 def tasks_of(entries: Iterable[Entry], renderer: Renderer, request: DataRequest) -> Tasks:
-    """Renders every prompt. Raises BundleError for a chat template that does not compile."""
+    """Render every prompt and return the tasks.
+
+    Raises BundleError if the chat template does not compile.
+    """
     result = Tasks()
     for entry in entries:
         try:
@@ -100,7 +108,11 @@ def tasks_of(entries: Iterable[Entry], renderer: Renderer, request: DataRequest)
 
 
 def _task(entry: Entry, renderer: Renderer, request: DataRequest) -> Task | None:
-    """None where the prompt is too long: of a given conversation, its first one."""
+    """Return the task of a conversation, or None if its prompt is too long.
+
+    For a conversation with a given answer, only the first prompt is checked. Raises DataError or
+    RequestError if the conversation cannot be rendered.
+    """
     given = entry.answer is not None
     ids = renderer.prompt_ids(entry.opening if given else entry.messages)
     if len(ids) > request.max_len - ANSWER_ROOM:
@@ -121,25 +133,31 @@ def _with_ids(entry: Entry, answer: Answer, renderer: Renderer) -> Answer:
     if answer.ids is None:
         return replace(answer, ids=renderer.answer_ids(entry.messages, answer.text, answer.ended))
     if not renderer.spells(answer.text, answer.ids):
-        raise DataError("answer_ids do not spell the answer: they are of another tokenizer")
+        raise DataError("answer_ids do not decode to the answer; were they made by another target?")
     return answer
 
 
 def _join(entry: Entry, answer: Answer, renderer: Renderer) -> None:
-    """Raises DataError where the template cannot have the conversation's turns in one text."""
+    """Raise DataError if the template cannot render the turns of the conversation in one text."""
     if entry.history:
         renderer.conversation(turns_of(entry, answer, renderer))
 
 
 def draw_of(text: str, temperatures: Sequence[float], seed: int) -> tuple[float, int]:
-    """Temperature and seed of a prompt: a function of its text and of `seed` alone."""
+    """Return the temperature and the seed for a prompt, which depend only on its text and `seed`.
+
+    The temperature is one of `temperatures`.
+    """
     digest = hashlib.sha256(f"{seed}\n{text}".encode()).digest()
     number = int.from_bytes(digest[:8])
     return temperatures[number % len(temperatures)], int.from_bytes(digest[8:16]) % 2**_SEED_BITS
 
 
 def turns_of(entry: Entry, answer: Answer, renderer: Renderer) -> list[Turn]:
-    """The turns of a conversation whose last answer is `answer`, with ids."""
+    """Return the turns of a conversation, with the token ids of all answers.
+
+    answer: the answer to the last prompt.
+    """
     turns: list[Turn] = []
     for at, (prompt, text) in enumerate(entry.history):
         asked = replace(entry, prompt=prompt, history=entry.history[:at]).messages

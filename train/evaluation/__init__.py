@@ -1,5 +1,5 @@
-"""What a trained head is worth: acceptance measured by decoding with it.
+"""Evaluation of a trained head: its acceptance length, measured by decoding with it.
 
-Teacher-forced agreement on held-out conversations is measured here too. Comparing bundles without
-training data is `runtime/checks`.
+The teacher-forced agreement on held-out conversations is measured here too. `runtime/checks`
+compares bundles without training data.
 """

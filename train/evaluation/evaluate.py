@@ -1,7 +1,7 @@
-"""`eagle3 train eval`: what a head is worth, measured by decoding with it.
+"""`eagle3 train eval`: measure the acceptance length of a head by decoding with it.
 
-Teacher-forced agreement is shown beside it, never instead: it cannot see a head that is wired
-otherwise than it was trained.
+The teacher-forced agreement is reported in addition, never instead: it cannot detect a head that is
+wired differently at inference than in training.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ Report = Callable[[str], None]
 
 
 def evaluate(request: EvalRequest, report: Report = lambda _: None) -> Evaluation:
-    """Exports the head, decodes every prompt with it, and adds up.
+    """Export the head, decode every prompt with it, and return the sums for each prompt file.
 
-    Raises DataError without prompts, and whatever export, engine and prompt files raise.
+    report: receives progress lines. Raises DataError if there is no prompt file, and passes on the
+    errors of the export, the engine and the prompt files.
     """
     if not request.prompts:
-        raise DataError("no prompt file to decode: give --prompts")
+        raise DataError("there is no prompt file to decode: give --prompts")
     files = {path: load_prompts(path)[: request.num_prompts] for path in request.prompts}
     agreement = held_out_agreement(request, report) if request.data is not None else ()
     with _bundle(request, report) as folder:
@@ -82,8 +83,11 @@ def _task(engine: Engine, name: str, prompts: Sequence[str], request: EvalReques
 
 @contextmanager
 def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
-    """The head's bundle: made anew, or where the request says the one that is there, if it is of
-    this very head, target and plan.
+    """Yield the folder of the head's bundle.
+
+    Without `request.bundle`, the bundle is exported to a temporary folder. Otherwise the bundle in
+    that folder is reused if it was exported from the same head, target and plan, and exported again
+    if not. Raises DataError if the folder was not created by this command.
     """
     plan = plan_for(request.max_seq_len, draft_weights=request.draft_weights)
     draft = (DraftSource(str(request.draft)),)
@@ -94,11 +98,12 @@ def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
             yield output
         return
     output, identity = request.bundle, _identity(request)
-    note = output.with_name(output.name + ".eval")  # beside it: a bundle's files are listed
+    # Next to the bundle, not in it: a manifest lists all files of its bundle.
+    note = output.with_name(output.name + ".eval")
     ours = note.is_file()
     if not ours and output.exists():
         raise DataError(
-            f"{output} was not made by this command: give another folder, or leave --bundle out"
+            f"{output} was not created by this command: use another folder, or remove --bundle"
         )
     if not ours or note.read_text(encoding="utf-8") != identity or not output.is_dir():
         note.unlink(missing_ok=True)
@@ -109,7 +114,11 @@ def _bundle(request: EvalRequest, report: Report) -> Iterator[Path]:
 
 
 def _identity(request: EvalRequest) -> str:
-    """What tells one bundle of `train eval` from another: the head's bytes and how it is built."""
+    """Return a text that identifies a bundle of `train eval`.
+
+    It consists of a hash of the head's files, and the target, the draft's weights, the context
+    length and the version of eagle3.
+    """
     digest = hashlib.sha256()
     for path in sorted(head_folder(request.draft).iterdir()):
         if path.suffix in (".json", ".safetensors", ".bin"):
@@ -119,11 +128,12 @@ def _identity(request: EvalRequest) -> str:
 
 
 def held_out_agreement(request: EvalRequest, report: Report = lambda _: None) -> tuple[float, ...]:
-    """Teacher-forced agreement by draft step on a data folder's held-out conversations.
+    """Return the teacher-forced agreement of each draft step on held-out conversations.
 
-    Which ones were held out stands in the head's training.json; all of them, and a report that says
-    so, for heads of other data. None, and a report, for EAGLE-1 heads. Raises DataError for data
-    that does not fit the target.
+    The head's training.json determines which conversations of the data folder were held out. For a
+    head that was trained on other data, all conversations are used, and this is reported. For an
+    EAGLE-1 head the result is empty, and this is reported. Raises DataError if the data does not
+    fit the target.
     """
     assert request.data is not None
     data = open_dataset(request.data)
@@ -133,7 +143,7 @@ def held_out_agreement(request: EvalRequest, report: Report = lambda _: None) ->
     facts = TargetSizes(int(target.config.hidden_size), target.vocab_size, last)
     head = read_head(request.draft, facts)
     if head.config.method != "eagle3":
-        report("teacher-forced agreement is of EAGLE-3 heads: --data is not used")
+        report("--data is ignored: the teacher-forced agreement is measured for EAGLE-3 heads only")
         return ()
     data.check_vocabulary(target.vocab_size)
     features = open_features(request.data, data) or LiveFeatures(
@@ -160,11 +170,15 @@ def held_out_agreement(request: EvalRequest, report: Report = lambda _: None) ->
 
 
 def _held_out(draft: Path, count: int, data: str, report: Report) -> tuple[Recipe, list[int]]:
-    """The recipe that a head was trained by, and the conversations that it did not see."""
+    """Return the recipe that a head was trained with, and the conversations held out from it.
+
+    Without a training.json, returns a recipe of five steps and all conversations; for a head of
+    other data, its recipe and all conversations.
+    """
     path = draft / "training.json"
     unknown = (
-        f"{draft} was not trained on this data as it is: teacher-forced agreement is over all of "
-        "its conversations, which the head may have seen"
+        f"{draft} was not trained on this version of the data: the teacher-forced agreement covers "
+        "all conversations, including those that the head may have seen"
     )
     if not path.is_file():
         report(unknown)

@@ -1,4 +1,4 @@
-"""Numbers of real decoding, added up by task."""
+"""Results of an evaluation: the statistics of real decoding, summed for each task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from eagle3.runtime.stats import Stats
 
 @dataclass
 class TaskResult:
-    """Sums over the requests of one task."""
+    """Sums over the requests of one task.
+
+    name: the task. prompts: number of decoded prompts. rounds: number of target calls. committed:
+    tokens committed in these rounds. decode_ms, plain_ms: time of decoding with the draft and of
+    plain decoding in milliseconds; plain_ms is None if plain decoding was not measured. differing:
+    prompts with another answer in plain decoding. too_long: prompts that were left out because they
+    do not fit the context. _accepted: accepted draft tokens by position.
+    """
 
     name: str
     prompts: int = 0
@@ -23,7 +30,7 @@ class TaskResult:
     _accepted: list[float] = field(default_factory=list)
 
     def add(self, stats: Stats) -> None:
-        """Counts one request."""
+        """Add the statistics of one request."""
         self.prompts += 1
         self.rounds += stats.rounds
         self.committed += stats.rounds * stats.acceptance_length
@@ -35,25 +42,28 @@ class TaskResult:
 
     @property
     def tau(self) -> float:
-        """Committed tokens per target call, the target's own token included."""
+        """Acceptance length: committed tokens per target call, the target's own token included."""
         return self.committed / self.rounds if self.rounds else 0.0
 
     @property
     def speedup(self) -> float | None:
-        """Time of plain decoding over time with the draft; None where nothing was decoded."""
+        """Time of plain decoding divided by the time with the draft; None without measurement."""
         return self.plain_ms / self.decode_ms if self.plain_ms and self.decode_ms else None
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """n-alpha: of the rounds that accepted n draft tokens, the share that accepted one more,
-        whether or not their tree had one; for a chain, the acceptance rate of its position n.
+        """The n-alpha values, for n = 0, 1, ...
+
+        n-alpha is the share of the rounds with at least n accepted draft tokens that accepted one
+        more, whether or not their tree had another level. For a chain, it is the acceptance rate of
+        position n.
         """
         before = [self.rounds, *self._accepted]
         pairs = zip(self._accepted, before, strict=False)
         return tuple(now / was if was else 0.0 for now, was in pairs)
 
     def to_json(self) -> dict[str, Any]:
-        """The measured numbers."""
+        """Return the measured numbers as a JSON object."""
         numbers: dict[str, Any] = {
             "task": self.name,
             "prompts": self.prompts,
@@ -71,18 +81,22 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A head's numbers: by task from real decoding; agreement [S] teacher-forced, if asked for."""
+    """The result of an evaluation.
+
+    tasks: one result of real decoding per prompt file. agreement: the teacher-forced agreement of
+    each draft step, [S]; empty if it was not measured.
+    """
 
     tasks: tuple[TaskResult, ...]
     agreement: tuple[float, ...] = ()
 
     @property
     def mean_tau(self) -> float:
-        """Mean over the tasks."""
+        """Mean of tau over the tasks."""
         return sum(task.tau for task in self.tasks) / len(self.tasks)
 
     def to_json(self) -> dict[str, Any]:
-        """The evaluation as a JSON object."""
+        """Return the evaluation as a JSON object."""
         return {
             "tasks": [task.to_json() for task in self.tasks],
             "mean_tau": round(self.mean_tau, 4),
@@ -90,7 +104,7 @@ class Evaluation:
         }
 
     def lines(self) -> list[str]:
-        """The evaluation as a table."""
+        """Return the evaluation as the lines of a table."""
         wide = max(len(task.name) for task in self.tasks)
         rows = [f"{'task':{wide}}  prompts    tau  acceptance by position"]
         for task in self.tasks:

@@ -1,4 +1,4 @@
-"""What every long-running stage needs: journals, locks, processes, progress lines.
+"""Helpers for every long-running stage: journals, locks, processes and progress lines.
 
-Nothing here knows conversations, features or weights.
+Nothing here depends on conversations, features or weights.
 """

@@ -1,8 +1,9 @@
-"""A file of JSON lines that only grows: what is finished stays, whatever happens next.
+"""Append-only files of JSON lines, so that finished work survives a crash.
 
-Every process writes a journal of its own (`conversations.jsonl`, `conversations.1.jsonl` of the
-second one, ...) and reads all of them, so that a run goes on with any number of processes. A last
-line that is torn, as the process was killed within it, counts for nothing and is cut off.
+Every process writes its own journal (`conversations.jsonl` for the first process,
+`conversations.1.jsonl` for the second, ...) and reads all of them, so that a run can continue with
+any number of processes. If a process is killed while it writes a line, that incomplete last line is
+ignored by readers and removed when the journal is opened again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from eagle3.runtime.errors import DataError
 
 
 class Journal:
-    """Appends to the journal `name` of process `rank`; a context manager."""
+    """Context manager that appends to the journal `name` of process `rank`.
+
+    Entering it creates the file, or removes an incomplete last line from it. Raises DataError if
+    the file cannot be written.
+    """
 
     def __init__(self, folder: Path, name: str, rank: int = 0) -> None:
         self.path = folder / (f"{name}.{rank}.jsonl" if rank else f"{name}.jsonl")
@@ -43,29 +48,34 @@ class Journal:
         self._file.close()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one line. Raises DataError when the disk is full; the lines before it are kept."""
+        """Write one line.
+
+        Raises DataError if it cannot be written, for example because the disk is full. The lines
+        before it are kept.
+        """
         try:
             write_whole(self._file, json.dumps(row, ensure_ascii=False).encode() + b"\n")
         except OSError as error:
             raise DataError(
-                f"{self.path} cannot be written: {error.strerror}; what it holds is kept, "
-                f"{self._kept:,} lines of this run among it. Make room and run the same command "
-                "again: it goes on from there"
+                f"{self.path} cannot be written: {error.strerror}; its earlier lines are kept, "
+                f"{self._kept:,} of them from this run. Free disk space and run the same command "
+                "again to continue"
             ) from error
         self._kept += 1
 
 
 def write_whole(file: BinaryIO, data: bytes) -> None:
-    """All of `data` to an unbuffered file, which may take less at once."""
+    """Write all of `data` to an unbuffered file, which may accept only a part per call."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def read_journals(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The finished lines of the journals of all processes, also of earlier runs.
+    """Yield the complete lines of the journals of all processes, including earlier runs.
 
-    Raises DataError, naming file and line, for one that cannot be read.
+    Raises DataError, naming file and line, if a line is not a JSON object, and naming the file if
+    it cannot be read.
     """
     for path in sorted({folder / f"{name}.jsonl", *folder.glob(f"{name}.*.jsonl")}):
         if not path.is_file():
@@ -74,7 +84,7 @@ def read_journals(folder: Path, name: str) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    raise ValueError("no object")
+                    raise ValueError("not a JSON object")
             except ValueError as error:
                 raise DataError(
                     f"{path}, line {number} is damaged ({error}): delete that line and run again"
@@ -83,17 +93,20 @@ def read_journals(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes `path` so that it is either the old file or the whole new one. Raises DataError."""
+    """Write `path` atomically: it holds either its old contents or all of the new ones.
+
+    Raises DataError if it cannot be written.
+    """
     part = path.with_suffix(".part")
     try:
         part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}; make room") from error
+        raise DataError(f"{path} cannot be written: {error.strerror}; free disk space") from error
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a journal less a torn last one."""
+    """Yield the lines of a journal without an incomplete last one."""
     try:
         with path.open("rb") as file:
             yield from (line for line in file if line.endswith(b"\n"))

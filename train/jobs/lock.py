@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock that allows one run at a time in a folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from eagle3.runtime.errors import DataError
 
 
 def make_folder(folder: Path) -> None:
-    """Makes `folder` and its parents, if they are not there. Raises DataError."""
+    """Create `folder` and its parents if they do not exist.
+
+    Raises DataError if that is not possible.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder} cannot be made: {error.strerror}") from error
+        raise DataError(f"{folder} cannot be created: {error.strerror}") from error
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds `folder`, which exists, until the block ends or the process does.
+    """Lock `folder`, which must exist, until the block or the process ends.
 
-    Raises DataError while another process holds it, or where no file can be made in it. Without
-    file locks (Windows) nothing is held.
+    Raises DataError if another process holds the lock, or if no file can be created in the folder.
+    On systems without file locks (Windows) nothing is locked.
     """
     try:
         import fcntl
@@ -38,6 +41,6 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise DataError(
-                f"another run is at work in {folder}: wait for it, or give another folder"
+                f"another run is using {folder}: wait until it has finished, or use another folder"
             ) from error
         yield

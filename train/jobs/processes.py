@@ -1,7 +1,8 @@
-"""One process or several: what `torchrun` starts, this module joins.
+"""The process group of a run: one process, or several started by `torchrun`.
 
-Every process runs the same code on its share of each batch; weights, gradients and the optimizer's
-state are sharded over them (FSDP), and sums are exchanged where a number is of all.
+Every process runs the same code on its share of each batch. Weights, gradients and the optimizer
+state are sharded over the processes (FSDP); numbers that concern the whole batch are summed over
+all processes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_LONGEST_WAIT = timedelta(hours=24)  # one process exports or writes answers, the others wait
+# The other processes wait while one of them exports the target or writes answers.
+_LONGEST_WAIT = timedelta(hours=24)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process is `rank` of `world`, on `device`."""
+    """The place of this process in its group.
+
+    rank: index of this process. world: number of processes. device: where this process computes.
+    """
 
     rank: int = 0
     world: int = 1
@@ -30,22 +35,25 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what is written once."""
+        """True for the process that writes the files which are written once per run."""
         return self.rank == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over all processes, in place."""
+        """Sum x over all processes, in place, and return it."""
         if self.world > 1:
             dist.all_reduce(x)
         return x
 
     def wait(self) -> None:
-        """Returns when every process is here."""
+        """Block until every process has called this method."""
         if self.world > 1:
             dist.barrier()
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """The module with its trained weights sharded over the processes; frozen ones are whole."""
+        """Shard the trained weights of `module` over the processes and return it.
+
+        Every process keeps a full copy of the frozen weights.
+        """
         if self.world == 1:
             return module
         from torch.distributed.fsdp import fully_shard
@@ -57,7 +65,11 @@ class Processes:
 
 @contextmanager
 def joined_processes() -> Iterator[Processes]:
-    """The group that torchrun's environment names, left at the end; alone without it."""
+    """Join the process group that torchrun's environment variables describe.
+
+    The group is left at the end of the block. Without these variables the group is this process
+    alone. The device is the GPU of this process's local rank if there is a GPU, else the CPU.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     has_gpu = torch.cuda.is_available()

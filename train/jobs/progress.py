@@ -1,4 +1,4 @@
-"""Progress lines: how much is done, tokens per second, and when it will end."""
+"""Progress lines: the finished share of the work, its rate, and the estimated time left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ Report = Callable[[str], None]
 
 
 class Progress:
-    """Counts units of work (tokens by default) and reports at most every `seconds`."""
+    """Counts units of work (tokens by default) and reports at most once in `seconds`.
+
+    The end of the work, `total` units, is always reported.
+    """
 
     def __init__(
         self,
@@ -27,28 +30,30 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Units a second since the start."""
+        """Units per second since the start."""
         return self._done / max(self.seconds, 1e-9)
 
     @property
     def done(self) -> int:
-        """Units so far."""
+        """Number of units finished so far."""
         return self._done
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self._start
 
     def add(self, count: int, note: str = "") -> None:
-        """Counts work that was done; `note` is shown behind the numbers."""
+        """Count finished work; `note` is appended to the progress line."""
         self._done += count
         now = time.monotonic()
         if now - self._last < self._seconds and self._done < self._total:
             return
         self._last = now
         left = (self._total - self._done) / max(self.rate, 1e-9)
-        rate = f"{self.rate:,.0f} tok/s" if self._unit == "tokens" else f"{self.rate:,.1f} a second"
+        rate = (
+            f"{self.rate:,.0f} tok/s" if self._unit == "tokens" else f"{self.rate:,.1f} prompts/s"
+        )
         self._report(
             f"{self._name}: {self._done:,} of {self._total:,} {self._unit}, {rate}, "
             f"{duration(left)} left{note}"
@@ -56,7 +61,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """90 -> "1 min 30 s"."""
+    """Return a duration as text with at most two units: 90 -> "1 min 30 s"."""
     minutes, rest = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [(hours, "h"), (minutes, "min"), (rest, "s")]

@@ -1,4 +1,5 @@
-"""What is minimized: the unrolled forward of a head, and its losses.
+"""The training objective: the unrolled forward pass of a head and its losses.
 
-Pure functions of batches and modules; the optimizer and the loop are in `train/loop`.
+Everything here is a pure function of batches and modules. The optimizer and the training loop are
+in `train/loop`.
 """

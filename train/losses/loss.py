@@ -1,5 +1,7 @@
-"""Cross-entropy of the draft against the target's distribution, over rows of logits that are never
-kept: both logits and gradient are made a few hundred rows at a time (method section 6).
+"""Cross-entropy of the draft against the target's distribution (method section 6).
+
+The logits of all rows are never in memory at once: logits and gradients are computed for a few
+hundred rows at a time.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK_ROWS = 256  # of [rows, Vd] float32, so that a chunk stays in the processor's cache
+_CHUNK_ROWS = 256  # small enough that a chunk, float32 [rows, Vd], stays in the processor's cache
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Sums over the rows: the cross-entropy in nats, and how often the draft's most likely token
-    is the target's. Both are scalars; the second carries no gradient.
+    """Sums over the rows, both scalars.
+
+    total: the cross-entropy in nats. agreed: the number of rows in which the draft's most likely
+    token is also the target's; it carries no gradient.
     """
 
     total: Tensor
@@ -26,10 +30,10 @@ class CrossEntropy:
 def cross_entropy(
     hidden: Tensor, weight: Tensor, probs: Tensor, dtype: torch.dtype = torch.float32
 ) -> CrossEntropy:
-    """-sum over rows and tokens of probs * log softmax(hidden @ weight^T).
+    """Return -sum over rows and tokens of probs * log softmax(hidden @ weight^T).
 
-    hidden [R,d]; weight [Vd,d], the draft's lm_head; probs [R,Vd] float32, the target's softmax
-    over the draft vocabulary. dtype: of the matrix products. R may be 0.
+    hidden [R,d]: the draft's output. weight [Vd,d]: the draft's lm_head. probs [R,Vd] float32: the
+    target's softmax over the draft vocabulary. dtype: data type of the matrix products. R may be 0.
     """
     total, agreed = _CrossEntropy.apply(hidden, weight, probs, dtype)  # type: ignore[no-untyped-call]
     return CrossEntropy(total, agreed)
@@ -77,9 +81,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def draft_vocabulary_probs(final: Tensor, rows: Tensor) -> Tensor:
-    """The target's softmax over some of its tokens, float32 [R,Vd].
+    """Return the target's softmax over the tokens of the draft vocabulary, float32 [R,Vd].
 
-    final [R,d]: its hidden after the last norm; rows [Vd,d]: its lm_head's rows of those tokens.
+    final [R,d]: the target's hidden states after the last norm. rows [Vd,d]: the rows of its
+    lm_head that belong to these tokens.
     """
-    with torch.autocast(final.device.type, enabled=False):  # logits of 30 keep 0.1 in bfloat16
+    # Not in bfloat16, which resolves logits around 30 only to about 0.1.
+    with torch.autocast(final.device.type, enabled=False):
         return torch.softmax(final.float() @ rows.T, -1)

@@ -1,4 +1,4 @@
-"""What is minimised: the draft's loss over the unrolled steps of a batch (method section 6)."""
+"""The objectives: the draft's loss over the unrolled steps of a batch (method section 6)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _EAGLE1_TOKEN_WEIGHT = 0.1  # EAGLE, section 3.2
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the counted rows, [S] each: loss, tokens on which draft and target agree, rows."""
+    """Sums over the counted rows, one value per step, [S] each.
+
+    loss: in nats. agreed: number of rows in which draft and target have the same most likely token.
+    rows: number of counted rows.
+    """
 
     loss: Tensor
     agreed: Tensor
@@ -27,28 +31,37 @@ class StepSums:
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens that a batch's loss counts: (conversation, position) each [R], positions >= 2."""
+    """The tokens that the loss of a batch counts: conversation and position, [R] each.
+
+    All positions are at least 2, as the first row of step 0 predicts position 2.
+    """
 
     conversation: Tensor
     position: Tensor
 
     @classmethod
     def of(cls, written: Tensor) -> Rows:
-        """Those that the target wrote and a row of step 0 can predict."""
+        """Return the tokens that the target wrote and that a row of step 0 can predict.
+
+        written [B,T] bool: True for a token that the target wrote.
+        """
         conversation, position = written.nonzero(as_tuple=True)
         keep = position >= 2
         return cls(conversation[keep], position[keep])
 
     def at(self, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B,T,d] of a step -> the rows [R',d] that predict tokens, and which those are [R]."""
+        """Select the rows of x [B,T,d], the output of `step`, that predict counted tokens.
+
+        Returns these rows [R',d], and a mask [R] of the counted tokens that `step` can predict.
+        """
         keep = self.position >= 2 + step
         return x[self.conversation[keep], self.position[keep] - 2 - step], keep
 
 
 class Eagle3Objective(nn.Module):
-    """Token loss only: cross-entropy against the target over the draft vocabulary, every step.
+    """EAGLE-3: the cross-entropy against the target over the draft vocabulary, in every step.
 
-    forward: Batch, number of steps S -> StepSums.
+    There is no feature loss.
     """
 
     embedding: Tensor
@@ -57,9 +70,11 @@ class Eagle3Objective(nn.Module):
     def __init__(
         self, head: EagleHead, embedding: Tensor, target_rows: Tensor, dtype: torch.dtype
     ) -> None:
-        """embedding [V,d] and target_rows [Vd,d] (of its lm_head) are the target's, frozen.
+        """Wrap `head` with the target's frozen weights.
 
-        dtype: of the matrix products over the vocabulary.
+        embedding [V,d]: the target's embedding table. target_rows [Vd,d]: the rows of the target's
+        lm_head that belong to the draft vocabulary. dtype: data type of the matrix products over
+        the vocabulary.
         """
         super().__init__()
         self.head, self._dtype = head, dtype
@@ -67,6 +82,7 @@ class Eagle3Objective(nn.Module):
         self.register_buffer("target_rows", target_rows, persistent=False)
 
     def forward(self, batch: Batch, num_steps: int) -> StepSums:
+        """Return the sums of each of the S = `num_steps` unrolled steps."""
         rows = Rows.of(batch.written)
         probs = draft_vocabulary_probs(
             batch.final[rows.conversation, rows.position - 1], self.target_rows
@@ -84,19 +100,21 @@ class Eagle3Objective(nn.Module):
 
 
 class Eagle1Objective(nn.Module):
-    """EAGLE-1, one step: SmoothL1 on the next feature + 0.1 cross-entropy over all tokens.
-
-    forward: Batch, noise [B,T,d] that is added to the features -> StepSums of one step.
-    """
+    """EAGLE-1: SmoothL1 on the next feature + 0.1 * cross-entropy over all tokens, in one step."""
 
     embedding: Tensor
 
     def __init__(self, head: Eagle1Head, embedding: Tensor, dtype: torch.dtype) -> None:
+        """Wrap `head` with the target's frozen embedding table, `embedding` [V,d].
+
+        dtype: data type of the matrix products over the vocabulary.
+        """
         super().__init__()
         self.head, self._dtype = head, dtype
         self.register_buffer("embedding", embedding, persistent=False)
 
     def forward(self, batch: Batch, noise: Tensor) -> StepSums:
+        """Return the sums of one step; noise [B,T,d] is added to the features."""
         rows = Rows.of(batch.written)
         final = batch.final[rows.conversation, rows.position - 1].float()
         lm_head = self.head.lm_head.weight

@@ -1,9 +1,9 @@
-"""Training-time test: the head is run as drafting runs it (method section 6; EAGLE-3, section 3.1).
+"""Training-time test: run the head as drafting runs it (method section 6; EAGLE-3, section 3.1).
 
-Letters: B conversations, T tokens of the longest, d hidden, S steps. In step 0 row t reads the
-target's feature of position t and the embedding of token t+1, and predicts token t+2. In step s it
-reads its own output of step s-1 and the embedding of token t+1+s, stands at position t+s, and
-predicts token t+2+s. All rows go through a step at once.
+Letters: B conversations, T tokens of the longest conversation, d hidden size, S steps. In step 0,
+row t reads the target's feature of position t and the embedding of token t+1, has RoPE position t
+and predicts token t+2. In step s, row t reads its own output of step s-1 and the embedding of token
+t+1+s, has RoPE position t+s and predicts token t+2+s. A step computes all rows at once.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from eagle3.export.draft_graphs.head_modules import Attend
 
 
 class DraftHead(Protocol):
-    """What `EagleHead` and `Eagle1Head` have in common."""
+    """The common interface of `EagleHead` and `Eagle1Head`."""
 
     head_dim: int
 
     def fuse(self, features: Tensor) -> Tensor:
-        """features [B,T,F] -> [B,T,d]."""
+        """Project the target's features [B,T,F] to the head's input g [B,T,d]."""
 
     def __call__(
         self, embedding: Tensor, g: Tensor, position_ids: Tensor, attend: Attend
     ) -> Tensor:
-        """One step: [B,T,d] each -> [B,T,d]."""
+        """Run one step: embedding and g, [B,T,d] each -> the head's output [B,T,d]."""
 
     def feed_back(self, out: Tensor) -> Tensor:
-        """What stands for g in the next step, [B,T,d]."""
+        """Return g of the next step, [B,T,d], from the output `out` [B,T,d] of this one."""
 
 
 class UnrolledAttention:
-    """The tree mask of drafting, for all prefixes at once.
+    """Attention with the tree mask of drafting, for all prefixes at once.
 
-    In step s row t sees the rows <= t of step 0, which were made from the target's features, and
-    of the steps 1 .. s row t only: the drafted tokens before it on its own path, and itself. One
-    object serves one unrolling; each call is the next step.
+    In step s, row t attends to the rows <= t of step 0, which were made from the target's features,
+    and to row t of each of the steps 1 to s: the drafted tokens before it on its own path, and
+    itself. One object serves one unrolling, and each call is the next step.
     """
 
     def __init__(self, head_dim: int) -> None:
@@ -49,7 +49,10 @@ class UnrolledAttention:
         self._values: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B,Hq,T,D], k and v [B,Hkv,T,D] of this step -> [B,T,Hq,D]."""
+        """Attend in the next step: q [B,Hq,T,D], k and v [B,Hkv,T,D] -> [B,T,Hq,D].
+
+        k and v are kept for the later steps.
+        """
         self._keys.append(k)
         self._values.append(v)
         out = self._first(q) if len(self._keys) == 1 else self._later(q)
@@ -64,7 +67,8 @@ class UnrolledAttention:
         batch, heads, length, dim = q.shape
         kv_heads = self._keys[0].shape[1]
         grouped = (batch, kv_heads, heads // kv_heads, length, -1)
-        folded = (batch, kv_heads, heads // kv_heads * length, -1)  # groups share a key: as rows
+        # The query heads of a group share their keys, so they are rows of one matrix product.
+        folded = (batch, kv_heads, heads // kv_heads * length, -1)
         q = q * self._scale
         prefix = (q.reshape(folded) @ self._keys[0].transpose(-1, -2)).view(grouped)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -82,10 +86,11 @@ class UnrolledAttention:
 def unrolled(
     head: DraftHead, embeddings: Tensor, features: Tensor, num_steps: int
 ) -> Iterator[Tensor]:
-    """Yields the head's output of each step, [B,T,d]: row t of step s predicts token t+2+s.
+    """Yield the head's output of each step, [B,T,d]: row t of step s predicts token t+2+s.
 
-    embeddings [B,T,d] of the tokens; features [B,T,F] of the target. Rows whose token lies behind
-    the end read zeros; they mean nothing, and no earlier row sees them.
+    embeddings [B,T,d]: of the tokens. features [B,T,F]: of the target. Rows whose input token is
+    past the end of the conversation read zeros. Their outputs are meaningless, and no earlier row
+    attends to them.
     """
     attend = UnrolledAttention(head.head_dim)
     g = head.fuse(features).to(embeddings.dtype)
@@ -97,6 +102,6 @@ def unrolled(
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x [B,T,...] -> row t holds x[:, t + by]; zeros behind the end."""
+    """Return x [B,T,...] shifted so that row t holds x[:, t + by], with zeros past the end."""
     kept = x[:, by:]
     return torch.cat([kept, torch.zeros_like(x[:, : x.shape[1] - kept.shape[1]])], 1)

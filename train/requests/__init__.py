@@ -1,4 +1,5 @@
-"""What each training command is asked for: frozen dataclasses, validated once.
+"""The settings of each training command: frozen dataclasses that validate themselves.
 
-Defaults live here and the command line reads them from here, so nothing heavy is imported.
+The defaults are defined here and the command line reads them from here, so these modules import
+nothing heavy.
 """

@@ -1,4 +1,4 @@
-"""What `eagle3 train data` is asked for, validated once, and what came of it."""
+"""The settings of `eagle3 train data`, validated once, and the summary of its result."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from typing import Any
 
 from eagle3.runtime.errors import DataError
 
-ANSWER_ROOM = 16  # tokens of the context that a prompt must leave
+ANSWER_ROOM = 16  # tokens of the context that a prompt must leave for its answer
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Prompt files in, a data folder out.
+    """The settings of one run that turns prompt files into a data folder.
 
-    target: as `eagle3 export` takes it. evaluation: files whose prompts are never trained on.
-    rows: prompts answered at once. max_new_tokens: of an answer. max_len: context in tokens; a
-    prompt that leaves less than 16 of them is left out. temperatures: one is drawn for each
-    prompt. synthesize: prompts that the target makes up. long_share: of the conversations, joined
-    into ones of up to long_tokens. features: also store the target's hidden states, of the layers
-    aux_layer_ids (None: 2, L//2, L-3) and L; bf16: computed in bfloat16. limit: prompts of the
-    files that are used. raw: prompts as they are, without the chat template.
-    Raises DataError for a value out of range.
+    target: checkpoint, given as for `eagle3 export --target`. prompts: files to read. output: the
+    data folder. evaluation: files whose prompts are never trained on. rows: number of prompts
+    answered at the same time. max_new_tokens: maximum length of an answer. max_len: context in
+    tokens; a prompt that leaves fewer than 16 tokens for its answer is left out. temperatures: one
+    is drawn for each prompt. seed: of sampling and joining. synthesize: number of prompts that the
+    target writes itself. long_share: share of the conversations to join into longer ones of up to
+    long_tokens tokens. features: also store the target's hidden states of the layers aux_layer_ids
+    (None: 2, L//2, L-3) and L. bf16: compute these in bfloat16. threads: CPU threads (None: the
+    engine's default). limit: maximum number of prompts used from the files (None: unlimited). raw:
+    use prompts as they are, without the chat template.
+
+    Raises DataError for a value out of range and for options that exclude each other.
     """
 
     target: str
@@ -50,26 +54,27 @@ class DataRequest:
         for name in ("rows", "max_new_tokens", "long_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("synthesize", "seed"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.max_len > ANSWER_ROOM, "max_len", self.max_len, f"more than {ANSWER_ROOM}")
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        _require(self.max_len > ANSWER_ROOM, "max_len", self.max_len, f"above {ANSWER_ROOM}")
         _require(0 <= self.long_share <= 1, "long_share", self.long_share, "from 0 to 1")
         good = [math.isfinite(t) and t >= 0 for t in self.temperatures]
-        _require(all(good) and bool(good), "temperatures", self.temperatures, "0 or more, each")
+        rule = "one or more finite numbers, each at least 0"
+        _require(all(good) and bool(good), "temperatures", self.temperatures, rule)
         if not self.prompts and not self.synthesize:
-            raise DataError("there is nothing to answer: give --prompts or --synthesize")
+            raise DataError("there are no prompts to answer: give --prompts or --synthesize")
         if not self.features and (self.bf16 or self.aux_layer_ids is not None):
             raise DataError(
-                "--bf16 and --aux-layers say how features are made: give --features too, or leave "
-                "them out"
+                "--bf16 and --aux-layers apply only to stored features: add --features, or remove "
+                "these options"
             )
         if self.raw and (self.synthesize or self.long_share):
             raise DataError(
-                "--raw leaves out the chat template, which --synthesize and "
-                "--long-share are made of: leave out one or the other"
+                "--raw disables the chat template, which --synthesize and --long-share require: "
+                "remove --raw, or remove these options"
             )
 
     def recipe(self) -> dict[str, Any]:
-        """The options as JSON has them, less what is no part of the data."""
+        """Return the options as a JSON object, without those that do not change the data."""
         options = asdict(self)
         for name in ("output", "rows", "threads"):
             del options[name]
@@ -80,29 +85,29 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """A finished data folder and the counts that its dataset.json has."""
+    """A finished data folder, and the counts in its dataset.json."""
 
     folder: Path
     counts: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """For --json."""
+        """Return the summary as a JSON object, for --json."""
         return {"folder": str(self.folder), "counts": dict(self.counts)}
 
     def lines(self) -> list[str]:
-        """For a reader."""
+        """Return the summary as lines of text."""
         c = self.counts
         return [
             f"{self.folder}: {c['conversations']:,} conversations, {c['tokens']:,} tokens, "
             f"{c['written_tokens']:,} of them written by the target",
             f"prompts: {c['answered']:,} answered by the target, {c['given']:,} came with an answer"
-            f", {c['synthesized']:,} of them made by the target",
-            f"left out: {sum(c['broken'].values()):,} broken, {c['duplicates']:,} duplicates, "
-            f"{c['evaluation']:,} of an evaluation file, {c['too_long']:,} too long, "
+            f"; {c['synthesized']:,} of the prompts were written by the target",
+            f"left out: {sum(c['broken'].values()):,} invalid, {c['duplicates']:,} duplicates, "
+            f"{c['evaluation']:,} in an evaluation file, {c['too_long']:,} too long, "
             f"{sum(c['refused'].values()):,} refused, {c['over_limit']:,} over --limit",
         ]
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
-        raise DataError(f"{name} is {value!r}: give {wanted}")
+        raise DataError(f"{name} must be {wanted}, got {value!r}")

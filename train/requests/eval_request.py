@@ -1,4 +1,4 @@
-"""What `eagle3 train eval` is asked for. Imports nothing heavy: the command line reads it."""
+"""The settings of `eagle3 train eval`. As the command line reads them, no import here is heavy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from eagle3.runtime.errors import DataError
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What to measure. prompts: files, one task each; data: a folder whose held-out conversations
-    teacher-forced agreement is measured on; bundle: where the head's bundle is kept or found.
+    """The settings of one evaluation.
+
+    target: checkpoint of the target. draft: folder of the head. prompts: files, each one a task.
+    tree: the draft tree to decode with. num_prompts: prompts used per file, from the first one on
+    (None: all). max_new_tokens: maximum length of an answer. draft_weights: data type of the head's
+    weights in the bundle. max_seq_len: context of the bundle in tokens. compare: also run plain
+    decoding. data: a data folder; the teacher-forced agreement is measured on its held-out
+    conversations. bundle: folder in which the head's bundle is kept for the next evaluation (None:
+    a temporary folder). threads: CPU threads (None: the engine's default).
+
     Raises DataError for a value out of range.
     """
 
@@ -31,4 +39,4 @@ class EvalRequest:
 
     def __post_init__(self) -> None:
         if self.num_prompts is not None and self.num_prompts < 1:
-            raise DataError(f"num_prompts is {self.num_prompts}: give at least 1")
+            raise DataError(f"num_prompts must be at least 1, got {self.num_prompts}")

@@ -1,4 +1,4 @@
-"""What a dialect of draft checkpoints is: where its values stand and what they mean by default."""
+"""The description of a dialect: where it keeps its values, and what they mean by default."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYER_KEYS = frozenset(
         "partial_rotary_factor",
     }
 )
-"""Keys that describe the decoder layer, of any dialect."""
+"""Keys that describe the decoder layer, in any dialect."""
 EAGLE3_KEYS = frozenset(
     {
         "draft_vocab_size",
@@ -46,7 +46,7 @@ EAGLE3_KEYS = frozenset(
 )
 """Keys that describe the rest of an EAGLE-3 head."""
 
-# Keys that say nothing about what the head computes.
+# Keys that do not affect what the head computes.
 _HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
@@ -74,7 +74,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-# Switches whose value is the one that every head here is computed with.
+# Switches, with the values that match what every head here computes.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "logit_scale": (1,),
@@ -83,7 +83,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
 }
-# Top-level keys that hold other keys, or only name things.
+# Top-level keys that contain other keys, or only names.
 _HOLDERS = frozenset(
     {"eagle_config", "transformer_layer_config", "speculators_config", "speculators_model_type"}
 )
@@ -92,14 +92,14 @@ _OFF: tuple[Any, ...] = (None, False, 0, [], {}, "")
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way of writing a head down.
+    """One way of storing a head.
 
-    name: as the manifest says it. method: "eagle3" or "eagle1". layer_ids: what a stored layer id
-    counts, "outputs" (one less than the hidden_states index) or "inputs" (the index itself).
-    nested: the layer's keys stand in `transformer_layer_config`. norm_before_residual: the default.
-    head_keys: keys read beside the layer's. eagle_keys: keys read in `eagle_config`. ambiguous: key
-    -> what it may mean; refused where it is there, unless the user decides. model_types: those that
-    are understood, where they select the layer's code.
+    name: its name in the manifest. method: "eagle3" or "eagle1". layer_ids: what a stored layer id
+    counts, "outputs" (the hidden_states index minus one) or "inputs" (the index itself). nested:
+    the layer's keys are in `transformer_layer_config`. norm_before_residual: its default.
+    head_keys: keys read beside the layer's. eagle_keys: keys read in `eagle_config`. ambiguous:
+    key -> its possible meanings; refused if present, unless the user decides. model_types: the
+    supported values, where they select the layer's code.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Dialect:
     model_types: tuple[str, ...] | None = None
 
     def layer_config(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where the keys of the decoder layer stand."""
+        """Return the object with the keys of the decoder layer."""
         if not self.nested:
             return raw
         layer = mapping(raw, "transformer_layer_config")
@@ -126,7 +126,9 @@ class Dialect:
         return layer
 
     def levels(self, raw: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], frozenset[str]]]:
-        """The objects of a config that hold keys, each with those that are read there."""
+        """Return the objects of a config that contain keys, each with the keys that are read
+        there.
+        """
         top = self.head_keys | _HOLDERS | (frozenset() if self.nested else LAYER_KEYS)
         found = [(raw, top), (mapping(raw, "eagle_config"), self.eagle_keys)]
         if self.nested:
@@ -134,11 +136,13 @@ class Dialect:
         return found
 
     def read_keys(self, raw: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same objects, with nothing else in them."""
+        """Return the same objects with only those keys."""
         return [{k: v for k, v in each.items() if k in keys} for each, keys in self.levels(raw)]
 
     def check_keys(self, raw: Mapping[str, Any]) -> None:
-        """Raises CheckpointError naming every key that is not read and may change the result."""
+        """Raise CheckpointError that names every key that is not read and could change
+        the result.
+        """
         foreign = [
             f"{key} = {value!r:.60}"
             for level, read in self.levels(raw)
@@ -147,7 +151,7 @@ class Dialect:
         ]
         if foreign:
             raise CheckpointError(
-                f"the head's config has {'; '.join(sorted(foreign))}: not understood in a head of "
+                f"the head's config has {'; '.join(sorted(foreign))}: not supported in a head of "
                 f"the {self.name} dialect, so the head is refused. If it does not change what the "
                 "head computes, say so with --assume ignore=KEY"
             )
@@ -162,5 +166,5 @@ def _is_neutral(key: str, value: Any, level: Mapping[str, Any]) -> bool:
         return all_full
     if key == "tie_word_embeddings":  # the target's, in a nested layer's config
         return True
-    unused = level.get("use_sliding_window") is False  # Qwen's way to say "no window"
+    unused = level.get("use_sliding_window") is False  # Qwen's way to disable the window
     return key == "sliding_window" and (unused or all_full)

@@ -1,7 +1,7 @@
-"""EAGLE-1 and EAGLE-2 heads, which are one: `fc` over embedding and feature, then one layer.
+"""EAGLE-1 and EAGLE-2 heads, which are the same: `fc` over embedding and feature, then one layer.
 
-No norm in front of the layer, no lm_head: the target's. Its one feature is the final hidden after
-the target's last norm.
+There is no norm before the layer, and the lm_head is the target's. The only feature is the final
+hidden state after the target's last norm.
 """
 
 from eagle3.export.heads.dialects.dialect import AUX_LAYERS_KEY, Dialect

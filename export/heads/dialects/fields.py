@@ -1,6 +1,6 @@
-"""Values of a head's config.json: read by name and type, or refused by name.
+"""Reads values of a head's config.json by name and type.
 
-Every failure is a CheckpointError with the key and what was found.
+Every failure is a CheckpointError with the key and the value found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MAX_NUMBER = 1e12
 
 
 def integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer; `default` where the key is absent or null. Raises CheckpointError."""
+    """Return a positive integer; `default` if the key is absent or null. Raises CheckpointError."""
     value = raw.get(key)
     if value is None:
         value = default
@@ -28,7 +28,9 @@ def integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int
 def number(
     raw: Mapping[str, Any], key: str, default: float | None = None, high: float = _MAX_NUMBER
 ) -> float:
-    """A number in (0, high]; `default` where the key is absent or null. Raises CheckpointError."""
+    """Return a number in (0, high]; `default` if the key is absent or null. Raises
+    CheckpointError.
+    """
     value = raw.get(key)
     if value is None:
         value = default
@@ -42,7 +44,7 @@ def number(
 
 
 def boolean(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """true or false; `default` where the key is absent or null. Raises CheckpointError."""
+    """Return true or false; `default` if the key is absent or null. Raises CheckpointError."""
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"the head's config has {key} {value!r:.80}; allowed: true, false")
@@ -50,7 +52,7 @@ def boolean(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object, empty where the key is absent or null. Raises CheckpointError."""
+    """Return an object; empty if the key is absent or null. Raises CheckpointError."""
     value = raw.get(key)
     if value is None:
         return {}

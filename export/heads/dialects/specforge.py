@@ -1,7 +1,7 @@
-"""EAGLE-3 heads of SpecForge: the official layout, with what EAGLE-3.1 added.
+"""EAGLE-3 heads of SpecForge: the official layout with the additions of EAGLE-3.1.
 
-They may carry an embedding, a copy of the target's, and `fc_norm`. `norm_output` has had two
-meanings there, so that it is never read without the user's word.
+They can contain an embedding (a copy of the target's) and `fc_norm`. `norm_output` has had two
+meanings there, so it is never read without a decision of the user.
 """
 
 from dataclasses import replace

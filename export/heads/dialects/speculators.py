@@ -1,8 +1,8 @@
 """EAGLE-3 heads of the speculators library: the layer's configuration is nested.
 
-`layers.0` stands for `midlayer`; layer ids are hidden_states indices; the residual is the normed
-hidden unless the configuration says otherwise. A layer of model_type qwen3 norms its queries and
-keys.
+`layers.0` replaces `midlayer`; layer ids are hidden_states indices; the residual is the normed
+hidden state unless the configuration says otherwise. A layer of model_type qwen3 norms its queries
+and keys.
 """
 
 from eagle3.export.heads.dialects.dialect import EAGLE3_KEYS, Dialect

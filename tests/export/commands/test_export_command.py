@@ -1,4 +1,4 @@
-"""`eagle3 export`: options become a request, and what is no request is said."""
+"""Test how `eagle3 export` turns its options into a request, and how it reports wrong options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from eagle3.runtime.errors import ExportError
 
 @pytest.fixture
 def requests(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[build.ExportRequest]:
-    """What is asked of the exporter, which gives `bundle` each time."""
+    """The requests that the exporter receives; a stand-in returns `bundle` for each of them."""
     asked: list[build.ExportRequest] = []
 
     def fake(request: build.ExportRequest, report: Any) -> Any:
@@ -66,7 +66,7 @@ def test_export_options_become_a_request(
     )
     assert request.aux_layer_ids == (2, 15, 27)
     assert request.trust_remote_code and request.force
-    # What is recorded can be typed again, and names no folder of this machine.
+    # The recorded command can be run again, and contains no folder of this machine.
     assert str(tmp_path) not in request.command
     call(*shlex.split(request.command)[1:])
     assert requests[1].plan == request.plan
@@ -86,7 +86,7 @@ def test_export_options_become_a_request(
 def test_what_follows_from_what_was_typed(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], backend: str, lowering: str
 ) -> None:
-    """A backend of a GPU needs `portable`; no CPU runs bfloat16."""
+    """GPU backends require the portable lowering, and bfloat16 requires a GPU backend."""
     asked: list[Any] = []
 
     def stop(request: Any, report: Any) -> Any:
@@ -145,11 +145,11 @@ def test_a_draft_is_added(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "give --draft"),
-        (["--draft", "a", "--add-draft", "b"], "give --draft"),
-        (["--draft", "a", "--draft", "none"], "--draft none stands alone"),
-        (["--add-draft", "a", "--dtype", "float16"], "--dtype is the bundle's own"),
-        (["--add-draft", "a", "--max-seq-len", "2048"], "--max-seq-len is the bundle's own"),
+        ([], "give either --draft"),
+        (["--draft", "a", "--add-draft", "b"], "give either --draft"),
+        (["--draft", "a", "--draft", "none"], "--draft none cannot be combined"),
+        (["--add-draft", "a", "--dtype", "float16"], "--dtype is set by the bundle"),
+        (["--add-draft", "a", "--max-seq-len", "2048"], "--max-seq-len is set by the bundle"),
     ],
 )
 def test_drafts_that_are_wrong_usage(words: list[str], says: str) -> None:
@@ -158,7 +158,7 @@ def test_drafts_that_are_wrong_usage(words: list[str], says: str) -> None:
 
 def test_a_name_that_no_draft_can_have() -> None:
     words = ("export", "--target", "x", "-o", "y", "--draft", "none=a")
-    failed(call(*words), 1, "error: a drafter cannot be called 'none'")
+    failed(call(*words), 1, "error: a drafter cannot be named 'none'")
 
 
 def test_help_names_the_drafters() -> None:
@@ -188,7 +188,7 @@ def test_export_for_real(llama_folder: Path, tmp_path: Path) -> None:
     assert command.startswith(f"eagle3 export --target {llama_folder.name} --draft none")
     again = call(*words, *sizes)
     failed(again, 1, "error: ", "exists", "--force")
-    # Without a draft there are no features: lookup needs none.
+    # A bundle without a draft has no features, but the lookup drafter does not need any.
     prompt = (tmp_path / "out", "t3 t4 t5 t3 t4", "--max-new-tokens", "30", "--threads", "1")
     compared = call("run", *prompt, "--drafter", "lookup", "--compare", "--json")
     assert compared.exit_code == 0, compared.output
@@ -211,4 +211,4 @@ def test_export_keeps_a_static_tree(requests: list[build.ExportRequest], tmp_pat
         Plan().tree,
     ]
     assert requests[2].command.endswith("--tree 'my tree.json'")
-    failed(call(*words, "medusa"), 1, "tree 'medusa' is neither a file nor one of")
+    failed(call(*words, "medusa"), 1, "tree 'medusa' not found: use one of")

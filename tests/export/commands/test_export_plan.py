@@ -1,4 +1,4 @@
-"""`eagle3 export --plan`: a preset, and the options that override it."""
+"""Test `eagle3 export --plan`: presets, and options that override them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(result: Result, *parts: str) -> None:
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> list[ExportRequest]:
-    """The requests that `eagle3 export` makes; nothing is exported."""
+    """The requests that `eagle3 export` makes. Nothing is exported or built."""
     requests: list[ExportRequest] = []
 
     def fake(request: ExportRequest, report: Any) -> Any:
@@ -61,7 +61,7 @@ def test_export_takes_a_preset(exported: list[ExportRequest]) -> None:
 def test_plan_files_that_cannot_be_built_here_are_said_before_the_export(
     exported: list[ExportRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exporting on a workstation and building on the device is the ordinary way."""
+    """The usual way is to export on a workstation and to build on the device."""
     said: list[int] = []
 
     def no_library(plan: Plan) -> str:
@@ -71,13 +71,13 @@ def test_plan_files_that_cannot_be_built_here_are_said_before_the_export(
     monkeypatch.setattr(commands, "why_not_here", no_library)
     result = call(*EXPORT, "--plan", "jetson-thor")
     assert result.exit_code == 0 and said == [0]
-    assert "no plan files will be built here: no library for tensorrt" in result.stderr
+    assert "no plan files will be built on this machine: no library for tensorrt" in result.stderr
     assert "no plan files yet: run `eagle3 build out`" in result.stdout
     assert "built out" not in result.stdout
 
 
 def test_a_machine_without_what_a_plan_needs_says_why() -> None:
-    """The full library is nowhere here, and a GPU that TensorRT-RTX does not know is."""
+    """`tensorrt` is not installed here, and TensorRT-RTX does not support this old GPU."""
     assert "tensorrt" in str(why_not_here(load_preset("h200").plan))
     unknown = Plan(backend="tensorrt-rtx", lowering="portable", compute_capability="5.0")
     assert why_not_here(unknown) is not None
@@ -93,13 +93,16 @@ def test_options_override_a_preset_even_with_their_defaults(
     assert (plan.dtype, plan.max_seq_len) == ("float32", 1024)
     assert plan.tree == TreePlan(preset.tree.draft_top_k, 3, preset.tree.num_draft_tokens)
     assert (plan.backend, plan.verify_widths) == (preset.backend, preset.verify_widths)
-    assert call(*exported[0].command.split()[1:]).exit_code == 0  # it repeats the very request
+    assert call(*exported[0].command.split()[1:]).exit_code == 0  # the same request again
     assert exported[1].plan == plan
 
 
 def test_an_option_that_contradicts_a_preset_is_refused() -> None:
-    refused(call(*EXPORT, "--plan", "l4", "--lowering", "ort"), "lowering is ort", "tensorrt")
-    refused(call(*EXPORT, "--plan", "cpu", "--dtype", "bfloat16"), "ort-cpu cannot run")
+    refused(call(*EXPORT, "--plan", "l4", "--lowering", "ort"), "lowering ort", "tensorrt")
+    refused(
+        call(*EXPORT, "--plan", "cpu", "--dtype", "bfloat16"),
+        "dtype bfloat16 is not supported by backend ort-cpu",
+    )
 
 
 def test_what_nothing_builds_is_refused_before_any_work() -> None:

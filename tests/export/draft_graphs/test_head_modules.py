@@ -205,7 +205,7 @@ def test_a_full_vocabulary_needs_no_mapping(full_head: Checkpoint) -> None:
     full_head.weights["t2d"] = torch.ones(64, dtype=torch.bool)
     assert np.array_equal(full_head.read().target_ids, np.arange(64))
     full_head.weights["d2t"] = torch.zeros(12, dtype=torch.int64)
-    assert "d2t is [12], the config asks for [64]" in full_head.refusal()
+    assert "d2t is [12], the config requires [64]" in full_head.refusal()
 
 
 # RoPE

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from eagle3.export.graphs import attention
+from eagle3.export.graphs import attention, lowerings
 from eagle3.export.graphs import tracer as onnx_graph
 from eagle3.export.graphs.attention import key_window
 from eagle3.export.graphs.lowerings import LOWERINGS
@@ -132,7 +132,7 @@ def test_a_sink_stays_beside_a_score_of_minus_infinity() -> None:
             ("probs", [1, 2, "N", 3]),
         )
     )
-    out = attention._softmax(nodes, scores, bias, sinks, kind)
+    out = lowerings._softmax(nodes, scores, bias, sinks, kind)
     out.name, out.type, out.shape = probs.name, probs.type, probs.shape
     inputs = [scores, bias, sinks]
     graph = ir.Graph(inputs, [out], nodes=nodes.nodes, opset_imports={"": 24}, name="sinks")

@@ -37,7 +37,7 @@ def test_keys_and_values() -> None:
         (["head_dim=-8"], "head_dim is '-8', not a positive integer"),
         (["rope_theta=big"], "rope_theta is 'big', not a number"),
         (["ignore="], "ignore is '', not names"),
-        (["d2t=offsets", "d2t=absolute"], "d2t is given as 'offsets' and as 'absolute'"),
+        (["d2t=offsets", "d2t=absolute"], "d2t is given twice, as 'offsets' and as 'absolute'"),
     ],
 )
 def test_what_is_refused(given: list[str], says: str) -> None:

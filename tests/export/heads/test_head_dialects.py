@@ -102,7 +102,7 @@ def test_tensors_and_config_of_different_dialects(write: Any) -> None:
 def test_what_is_no_eagle_head(write: Any) -> None:
     head = write("official")
     head.weights = {n.replace("midlayer", "model.layers.5"): t for n, t in head.weights.items()}
-    assert "no EAGLE head" in head.refusal()
+    assert "not an EAGLE head" in head.refusal()
     head = write("speculators")
     head.config["speculators_model_type"] = "mtp"
     assert "speculators_model_type is 'mtp'" in head.refusal()
@@ -143,7 +143,7 @@ def test_the_residual_is_the_dialects_unless_it_is_said(
 @pytest.mark.parametrize("dialect", NAMES)
 def test_two_norms_in_front_of_fc_exclude_each_other(write: Any, dialect: str) -> None:
     message = write(dialect, norm_before_fc=True, fc_norm=True).refusal()
-    assert "norm_before_fc" in message and "fc_norm" in message and "exclude" in message
+    assert "norm_before_fc" in message and "fc_norm" in message and "exclusive" in message
 
 
 @pytest.mark.parametrize("dialect", NAMES)
@@ -161,7 +161,7 @@ def test_a_norm_is_where_its_weights_are(write: Any, dialect: str, key: str, ten
     assert getattr(head.read(**{key: "true"}).config, key)
     head.config[key] = True
     head.weights[tensor] = torch.ones(7)
-    assert f"{tensor} is [7], the config asks for" in head.refusal()
+    assert f"{tensor} is [7], the config requires" in head.refusal()
     del head.weights[tensor]
     assert f"missing ['{tensor}']" in head.refusal()
 
@@ -283,7 +283,7 @@ def test_a_head_with_a_width_of_its_own_has_its_own_embedding(write: Any, dialec
     table = head.weights.pop("embed_tokens.weight")
     assert "missing ['embed_tokens.weight']" in head.refusal()
     head.weights["embed_tokens.weight"] = torch.randn(64, tiny.HIDDEN)
-    assert "embed_tokens.weight is [64, 32], the config asks for [64, 24]" in head.refusal()
+    assert "embed_tokens.weight is [64, 32], the config requires [64, 24]" in head.refusal()
     head.weights["embed_tokens.weight"] = table
     del head.config["target_hidden_size"]
     message = head.refusal()
@@ -349,7 +349,7 @@ def test_a_head_dim_of_its_own(write: Any) -> None:
     head = write("speculators", head_dim=16)
     assert head.read().config.head_dim == 16
     del head.config["transformer_layer_config"]["head_dim"]
-    assert "q_proj.weight is [64, 64], the config asks for [32, 64]" in head.refusal()
+    assert "q_proj.weight is [64, 64], the config requires [32, 64]" in head.refusal()
     config = head.read(head_dim="16").config
     assert config.head_dim == 16 and config.conventions["head_dim"].source == "flag"
     head.config["transformer_layer_config"]["head_dim"] = 15

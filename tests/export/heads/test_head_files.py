@@ -93,7 +93,7 @@ def test_sharded_files(folder: Path, stem: str, suffix: str) -> None:
 def test_a_shard_that_is_not_there_is_named(folder: Path, stem: str, suffix: str) -> None:
     _, second = shard(folder, stem, suffix)
     (folder / second).unlink()
-    assert second in refusal(folder) and "not there" in refusal(folder)
+    assert second in refusal(folder) and "does not exist" in refusal(folder)
 
 
 @pytest.mark.parametrize("weight_map", [None, ["a"], {"fc.weight": 3}, {"a": "../x.safetensors"}])

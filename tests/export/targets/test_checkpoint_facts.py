@@ -97,7 +97,7 @@ def test_a_bin_file_gives_its_shapes_and_runs_nothing(
     facts = draft_facts(str(tmp_path), target)
     assert facts.step_parameters == draft_facts(str(head_folder), target).step_parameters
     torch.save({"fc.weight": _Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="holds more than tensors and is refused"):
+    with pytest.raises(CheckpointError, match="contains more than tensors and is refused"):
         draft_facts(str(tmp_path), target)
     assert not (tmp_path / "ran").exists()
 

@@ -1,4 +1,7 @@
-"""`eagle3 build --plan`: what a preset asks, and what is typed beside it. Nothing is built here."""
+"""Test the request that `eagle3 build --plan` makes from a preset and other options.
+
+Nothing is built here.
+"""
 
 from __future__ import annotations
 
@@ -52,4 +55,4 @@ def test_a_plan_that_contradicts_the_bundle_is_refused(
 ) -> None:
     result = _build(windowed_bundle, tmp_path, max_seq_len=256)
     assert result.exit_code == 1
-    assert "the plan's max_seq_len is 256, the bundle was exported with 128" in result.stderr
+    assert "the plan's max_seq_len is 256, but the bundle was exported with 128" in result.stderr

@@ -1,4 +1,4 @@
-"""`eagle3 plan`: what it prints, and when it exits with what."""
+"""Test the output and the exit status of the commands `eagle3 plan ...`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(result: Result, *parts: str) -> None:
 
 @pytest.fixture(scope="module")
 def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of Llama-3.1-8B, and nothing else: no weight can be read."""
+    """A folder with only the configuration of Llama-3.1-8B: there are no weights to read."""
     folder = tmp_path_factory.mktemp("hub") / "Llama-3.1-8B"
     folder.mkdir()
     config = {
@@ -50,7 +50,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_group_is_instant() -> None:
-    """Imports are counted, not milliseconds: a busy machine must not fail this."""
+    """Check the imports instead of the time, so that a busy machine cannot fail the test."""
     code = (
         "import sys; from eagle3.cli import main\n"
         "try: main(['plan', 'check', '--help'])\n"
@@ -74,12 +74,12 @@ def test_list_names_every_preset() -> None:
 def test_show_prints_the_file_with_its_reasons(tmp_path: Path) -> None:
     text = call("plan", "show", "rtx-4090").stdout
     assert text == load_preset("rtx-4090").text
-    (tmp_path / "again.toml").write_text(text)  # what is shown can be edited and used
+    (tmp_path / "again.toml").write_text(text)  # the printed text is a plan file
     again = load_preset(str(tmp_path / "again.toml"))
     assert again.plan == load_preset("rtx-4090").plan
     data = json.loads(call("plan", "show", "rtx-4090", "--json").stdout)
     assert Plan.from_json(data["plan"]) == again.plan
-    refused(call("plan", "show", "rtx-4091"), "no preset 'rtx-4091': choose one of cpu")
+    refused(call("plan", "show", "rtx-4091"), "preset 'rtx-4091' not found: use one of cpu")
 
 
 def test_check_reckons_a_checkpoint_without_weights(llama_8b: Path) -> None:
@@ -98,7 +98,7 @@ def test_check_reckons_a_checkpoint_without_weights(llama_8b: Path) -> None:
 
 def test_check_refuses_what_does_not_fit(llama_8b: Path) -> None:
     result = call("plan", "check", llama_8b, "--plan", "jetson-orin-nano")
-    refused(result, "needs 16.", "has 6.00 GB: 8.00 GB less 2.00 GB", "no shorter context")
+    refused(result, "needs 16.", "has 6.00 GB (8.00 GB less 2.00 GB", "neither a shorter context")
     result = call("plan", "check", llama_8b, "--plan", "l4", "--max-seq-len", "131072")
     refused(result, "needs 33.", "NVIDIA L4 has 22.50 GB", "max_seq_len ", " or less would fit")
 
@@ -110,7 +110,7 @@ def test_check_says_what_a_draft_is_worth(llama_8b: Path, tmp_path: Path) -> Non
     assert done.exit_code == 0, done.output
     rows = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert "424.67M parameters, draft vocabulary 32000" in rows["draft"]
-    assert "the target's embedding for the draft 1.05 GB" in rows["weights"]
+    assert "the draft's copy of target weights 1.05 GB" in rows["weights"]
     assert "7 calls" in rows["drafting"] and "verifying 64 rows" in rows["round"]
     assert "2.5: " in rows["speedup"] and "5.4: " in rows["speedup"]
     data = json.loads(call(*words, "--json").stdout)
@@ -118,12 +118,12 @@ def test_check_says_what_a_draft_is_worth(llama_8b: Path, tmp_path: Path) -> Non
     assert list(cost["speedup"]) == [str(n) for n in range(1, 9)]  # a tree of 7 levels
     assert cost["ms"] == pytest.approx(cost["draft_ms"] + data["calls"]["64"]["ms"])
     assert cost["speedup"]["5"] == pytest.approx(5 * data["calls"]["1"]["ms"] / cost["ms"])
-    refused(call(*words, "--tau", "9"), "tau is 9, but a tree of 7 levels gives 1 to 8")
+    refused(call(*words, "--tau", "9"), "tau must be from 1 to 8", "a tree of 7 levels, got 9")
     assert call(*words, "--tau", "many").exit_code == 2
 
 
 def write_head(folder: Path, *, d: int, wide: int, vocab: int, heads: int, kv_heads: int) -> Path:
-    """An EAGLE-3 head whose tensors have these shapes, each a view of one zero."""
+    """Write an EAGLE-3 head with these shapes, whose weights take no disk space."""
     kv = d // heads * kv_heads
     shapes = {
         "fc.weight": (d, 3 * d),
@@ -144,7 +144,7 @@ def write_head(folder: Path, *, d: int, wide: int, vocab: int, heads: int, kv_he
 
 
 def write_sparse_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A whole header, and a file of the right length that takes no room: no value is read."""
+    """Write a complete header and a sparse file of the right length, since no value is read."""
     header, offset = {}, 0
     for name, shape in shapes.items():
         size = 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)
@@ -190,7 +190,7 @@ def test_check_reads_a_plan_file(llama_8b: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "own.toml").write_text(text)
     result = call("plan", "check", llama_8b, "--plan", tmp_path / "own.toml")
-    refused(result, "max_seq_len is 999999", "knows 131072 positions")
+    refused(result, "max_seq_len is 999999", "supports only 131072 positions")
     (tmp_path / "own.toml").write_text(text.replace("max_seq_len", "max_len"))
     result = call("plan", "check", llama_8b, "--plan", tmp_path / "own.toml")
     refused(result, "own.toml: plan has the unknown keys max_len")
@@ -209,6 +209,6 @@ def test_check_of_a_bundle_needs_no_torch(bundle: Bundle, monkeypatch: pytest.Mo
     data = json.loads(done.stdout)
     assert data["target"]["num_parameters"] * 4 == data["memory"]["target_weights"]
     assert data["draft"]["draft_vocab_size"] == 40
-    assert "note: the bundle has max_seq_len 128, the plan 256" in done.stderr
-    refused(call(*words), "max_seq_len is 2048", "knows 512 positions: give --max-seq-len 512")
+    assert "note: the bundle was exported with max_seq_len 128, the plan has 256" in done.stderr
+    refused(call(*words), "max_seq_len is 2048", "only 512 positions: use --max-seq-len 512")
     refused(call(*words, "--draft", "x"), "leave --draft out")

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's CUDA provider would leave to the host is named; portable graphs have none."""
+"""The lint reports nodes that ONNX Runtime's CUDA provider runs on the host; exports have none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIXED = helper.make_node("Constant", [], ["fixed"], value_ints=[0, -1])
 
 
 def written(path: Path, *nodes: onnx.NodeProto) -> Path:
-    """A graph of x [B,4] with these nodes."""
+    """Write a graph with input x [B,4], past [B] and these nodes to `path`."""
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["B", 4])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 4])
     two = helper.make_tensor("two", TensorProto.INT64, [1], [2])
@@ -62,20 +62,22 @@ def test_every_fault_is_named_with_its_node(tmp_path: Path) -> None:
     with pytest.raises(BuildError) as error:
         lint_ort_cuda(written(tmp_path / "g.onnx", *nodes))
     said = str(error.value)
-    assert "Shape node 'of_x' runs there" in said
-    assert "Reshape node 'view' waits for 'target', which is no constant" in said
-    assert "FusedMatMul node 'y' is of com.microsoft, export with --lowering portable" in said
-    assert "Concat" not in said and said.endswith("choose a TensorRT backend for this model")
+    assert "Shape node 'of_x' runs on the CPU" in said
+    assert "Reshape node 'view' reads 'target', which is not a constant" in said
+    assert (
+        "FusedMatMul node 'y' is of domain com.microsoft, export with --lowering portable" in said
+    )
+    assert "Concat" not in said and said.endswith("use a TensorRT backend for this model")
 
 
 def test_many_inputs_are_joined_few_at_a_time(tmp_path: Path) -> None:
-    """Also where a growth graph repeats its mask for every query head of a key head."""
+    """A growth graph that repeats its mask for each query head also keeps to the limit."""
     for count in (32, 33):
         nodes = [helper.make_node("Concat", ["x"] * count, ["y"], axis=0, name="all")]
         path = written(tmp_path / f"{count}.onnx", *nodes)
         if count == 32:
             lint_ort_cuda(path)
-    with pytest.raises(BuildError, match="Concat node 'all' joins 33 inputs, more than 32"):
+    with pytest.raises(BuildError, match="Concat node 'all' has 33 inputs, more than 32"):
         lint_ort_cuda(path)
     add = GraphBuilder("tiled", {"": 24})
     bias = add.input("bias", ir.DataType.FLOAT, "B", "N", 3)
@@ -92,20 +94,21 @@ def test_many_inputs_are_joined_few_at_a_time(tmp_path: Path) -> None:
 
 def test_more_faults_than_fit(tmp_path: Path) -> None:
     nodes = [helper.make_node("Shape", ["x"], [f"s{i}"]) for i in range(9)]
-    with pytest.raises(BuildError, match="'s3' runs there; and 5 more; choose"):
+    with pytest.raises(BuildError, match="'s3' runs on the CPU; and 5 more; use"):
         lint_ort_cuda(written(tmp_path / "g.onnx", *nodes))
 
 
 def test_a_file_that_is_no_graph(tmp_path: Path) -> None:
     (tmp_path / "g.onnx").write_text("nonsense")
-    with pytest.raises(BuildError, match="is no ONNX graph that can be read"):
+    with pytest.raises(BuildError, match="is not a readable ONNX graph"):
         lint_ort_cuda(tmp_path / "g.onnx")
 
 
 def test_the_engines_of_a_gpu_leave_nothing_to_the_host(
     windowed_bundle: Bundle, portable_bundle: Bundle, bundle: Bundle
 ) -> None:
-    """`target` and `draft_tree`; the draft alone, which no GPU runs, reads its mask's shape."""
+    """`target` and `draft_tree` pass. The `draft` engine, which is not used on a GPU, reads the
+    shape of its mask and fails."""
     for owner in (windowed_bundle, portable_bundle):
         for name in ("target", "eagle3.draft_tree"):
             lint_ort_cuda(owner.path(owner.manifest.engines[name].file))

@@ -1,4 +1,4 @@
-"""The lint refuses what TensorRT gets wrong in silence, by the node's name."""
+"""The lint rejects what TensorRT gets wrong without an error, and names the node."""
 
 from __future__ import annotations
 
@@ -99,26 +99,26 @@ def _other_engine(graph: CachedAttention) -> None:
 
 
 TRAPS: list[tuple[Spoil, str]] = [
-    (_mode, r"'scatter_k' has mode 'circular': TensorRT updates caches in mode 'linear' only"),
-    (_axis, r"'scatter_v' has axis 3: slots are axis 2"),
-    (_rank, r"'scatter_k' updates 'past_k' of 3 dimensions: a cache is \[B, heads"),
-    (_dynamic_slots, r"'scatter_k' updates 'past_k' with 'S' slots: make the capacity a number"),
-    (_cache_type, r"'scatter_k' updates 'past_k' in INT8: a cache is FLOAT16"),
-    (_past_is_no_input, r"'scatter_k' updates 'copy', which is no input of the graph: make"),
+    (_mode, r"'scatter_k' has mode 'circular': use mode 'linear', the only one"),
+    (_axis, r"'scatter_v' has axis 3: use axis 2"),
+    (_rank, r"'scatter_k' updates 'past_k' with 3 dimensions: a cache must be \[B, heads"),
+    (_dynamic_slots, r"'scatter_k' updates 'past_k' with .* dimension 'S' for its slots: make the"),
+    (_cache_type, r"'scatter_k' updates 'past_k' of type INT8: use one of FLOAT16"),
+    (_past_is_no_input, r"'scatter_k' updates 'copy', which is not a graph input: make"),
     (_past_is_read, r"'scatter_v' updates 'past_v', which 1 other nodes read: let them read"),
     (_past_is_written_twice, r"'scatter_k' updates 'past_k', which 1 other nodes read"),
-    (_present_is_no_output, r"'scatter_v' writes 'present_v', which is no output of the graph"),
-    (_lengths, r"'attend' has nonpad_kv_seqlen, which TensorRT ignores: say it in the mask"),
-    (_past_key, r"'attend' has past_key or past_value: write the cache with TensorScatter"),
-    (_window, r"'attend' has left_window_size, which TensorRT ignores: say it in the mask"),
-    (_softcap, r"'attend' has softcap 50: TensorRT has none"),
-    (_softmax_precision, r"'attend' has softmax_precision: leave it out"),
-    (_causal, r"'attend' has is_causal together with a mask: say it in the mask alone"),
-    (_mask_type, r"'attend' has a mask of FLOAT for a query of FLOAT16: make the mask"),
-    (_mask_type_inside, r"'attend' has a mask of FLOAT for a query of FLOAT16"),
-    (_bool_mask, r"'attend' has a mask of BOOL for a query of FLOAT16"),
-    (_opset, r"its opset is 25: export it with opset 24"),
-    (_other_engine, r"Gelu node 'fused' is one of 1 nodes of another engine \(com.microsoft.Gelu"),
+    (_present_is_no_output, r"'scatter_v' writes 'present_v', which is not a graph output"),
+    (_lengths, r"'attend' has nonpad_kv_seqlen, which TensorRT ignores: express it in"),
+    (_past_key, r"'attend' has past_key or past_value: write the cache with a TensorScatter"),
+    (_window, r"'attend' has left_window_size, which TensorRT ignores: express it in"),
+    (_softcap, r"'attend' has softcap 50, which TensorRT does not support"),
+    (_softmax_precision, r"'attend' has softmax_precision, .*: remove it"),
+    (_causal, r"'attend' has is_causal together with a mask: express it in the mask alone"),
+    (_mask_type, r"'attend' has a mask of type FLOAT for a query of type FLOAT16: give the"),
+    (_mask_type_inside, r"'attend' has a mask of type FLOAT for a query of type FLOAT16"),
+    (_bool_mask, r"'attend' has a mask of type BOOL for a query of type FLOAT16"),
+    (_opset, r"opset 25 is unsupported: export it with opset 24"),
+    (_other_engine, r"Gelu node 'fused' is one of 1 nodes with .* not .* \(com.microsoft.Gelu"),
     (_other_engine, r"export the bundle again with --lowering portable"),
 ]
 
@@ -127,7 +127,9 @@ TRAPS: list[tuple[Spoil, str]] = [
 def test_a_trap_is_refused_by_name(spoil: Spoil, message: str) -> None:
     graph = CachedAttention()
     spoil(graph)
-    with pytest.raises(BuildError, match=f"layer.onnx cannot become a plan file: .*{message}"):
+    with pytest.raises(
+        BuildError, match=f"layer.onnx cannot be compiled to a plan file: .*{message}"
+    ):
         lint(graph.model(), "layer.onnx")
 
 
@@ -142,14 +144,14 @@ def test_a_good_graph_passes_and_says_what_must_become_of_it() -> None:
 
 
 def test_a_cache_s_shape_may_be_read() -> None:
-    """As exports do, for the batch: it touches no element that the update overwrites."""
+    """Exports read it for the batch size. A Shape reads no element that the update overwrites."""
     graph = CachedAttention()
     graph.more.append(helper.make_node("Shape", ["past_k"], ["batch"], end=1))
     assert lint(graph.model(), "layer.onnx").num_cache_updates == 2
 
 
 def test_attention_without_a_cache_passes() -> None:
-    """What a plain causal model has: no mask at all, or is_causal alone."""
+    """Attention of a plain causal model has is_causal and no mask."""
     graph = CachedAttention()
     del graph.attention.input[3:]
     graph.set(graph.attention, "is_causal", 1)
@@ -157,7 +159,7 @@ def test_attention_without_a_cache_passes() -> None:
 
 
 def test_a_node_in_a_branch_is_found() -> None:
-    """Subgraphs are read too: a trap may hide in an If."""
+    """The lint also checks subgraphs, such as the branches of an If."""
     inner = CachedAttention()
     inner.set(inner.attention, "softcap", 30.0)
     inner.attention.output[0] = "inner"
@@ -181,5 +183,5 @@ def test_many_faults_are_named_and_the_rest_counted() -> None:
 
 def test_what_is_no_onnx_is_said(tmp_path: Path) -> None:
     (tmp_path / "x.onnx").write_bytes(b"not a graph")
-    with pytest.raises(BuildError, match="x.onnx is no ONNX graph that can be read"):
+    with pytest.raises(BuildError, match="x.onnx is not a readable ONNX graph"):
         lint_file(tmp_path / "x.onnx")

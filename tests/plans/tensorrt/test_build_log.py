@@ -1,4 +1,4 @@
-"""What a build says: a line on a terminal alone, errors condensed."""
+"""Tests of the progress line, which only a terminal gets, and of shortened errors."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ def test_errors_are_few_and_short() -> None:
         log.emit(logging.LogRecord("", level, "", 0, text, None, None))
     assert log.errors() == f"first of two lines; {'x' * 300}...; third"
     assert log.says("fourth") and not log.says("warning")
-    assert Log().errors() == "it gave no reason"
+    assert Log().errors() == "no error was reported"

@@ -1,4 +1,4 @@
-"""Requests and the ranges of shapes that follow from them."""
+"""Tests of build requests and their optimization profiles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from eagle3.runtime.errors import BuildError
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"batch": 0}, "batch is 0: give at least 1"),
-        ({"prefill_chunk": -1}, "prefill_chunk is -1"),
-        ({"workspace_bytes": 0}, "workspace_bytes is 0"),
-        ({"verify_widths": (8, 8)}, r"verify_widths is \[8, 8\]: each must be above the last"),
-        ({"verify_widths": (0, 8)}, r"verify_widths is \[0, 8\]"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"prefill_chunk": -1}, "prefill_chunk must be at least 1, got -1"),
+        ({"workspace_bytes": 0}, "workspace_bytes must be at least 1, got 0"),
+        ({"verify_widths": (8, 8)}, r"verify_widths must be strictly ascending .*, got \[8, 8\]"),
+        ({"verify_widths": (0, 8)}, r"verify_widths must be .*, got \[0, 8\]"),
     ],
 )
 def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
@@ -55,8 +55,8 @@ def test_another_plan_may_not_contradict_the_bundle_s() -> None:
     assert request_for_bundle(other, exported).prefill_chunk == 256
     with pytest.raises(
         BuildError,
-        match="the plan's dtype is float32, the bundle was exported with float16: export it again"
-        " with --dtype float32",
+        match="the plan's dtype is float32, but the bundle was exported with float16: export it"
+        " again with --dtype float32",
     ):
         request_for_bundle(replace(exported, dtype="float32"), exported)
     with pytest.raises(BuildError, match="max_seq_len is 4096, .*--max-seq-len 4096"):
@@ -64,7 +64,7 @@ def test_another_plan_may_not_contradict_the_bundle_s() -> None:
 
 
 def test_profiles_are_ranges_of_the_plan(bundle: Bundle) -> None:
-    """max_draft_tokens 32, prefill_chunk 16, a tree of 6 with top 3 and 3 levels."""
+    """The bundle has max_draft_tokens 32, prefill_chunk 16, a tree of 6 nodes, K 3 and D 3."""
     verify, prefill = profiles(bundle.manifest, "target", BuildRequest())
     assert (verify.name, prefill.name) == ("verify", "prefill")
     assert verify.ranges["tree_mask"] == ((1, 1, 1), (1, 7, 7), (1, 33, 33))
@@ -77,7 +77,8 @@ def test_profiles_are_ranges_of_the_plan(bundle: Bundle) -> None:
 
 
 def test_a_draft_has_its_own(bundle: Bundle) -> None:
-    """Its window holds the rows of earlier steps; top_k is a value, at most the vocabulary's 40."""
+    """The window of a draft includes the rows of earlier steps. top_k has a range of values, at
+    most the size of the draft vocabulary, here 40."""
     verify, prefill = profiles(bundle.manifest, "eagle3.draft", BuildRequest())
     assert verify.ranges["tree_mask"] == ((1, 1, 1), (1, 3, 6), (1, 33, 128))
     assert verify.ranges["top_k"] == prefill.ranges["top_k"] == ((1,), (3,), (32,))
@@ -97,9 +98,9 @@ def test_batch_widths_and_chunk_are_the_request_s(bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (BuildRequest(verify_widths=(1, 8)), "end at 8; the bundle's trees need 33 rows"),
-        (BuildRequest(verify_widths=(1, 200)), "end at 200; .* its context has 128"),
-        (BuildRequest(prefill_chunk=129), "prefill_chunk is 129, the bundle's context has 128"),
+        (BuildRequest(verify_widths=(1, 8)), "between 33, .* but ends at 8"),
+        (BuildRequest(verify_widths=(1, 200)), "between 33, .* and 128, .* but ends at 200"),
+        (BuildRequest(prefill_chunk=129), "prefill_chunk must be at most 128, .* got 129"),
     ],
 )
 def test_what_does_not_fit_the_bundle_is_refused(
@@ -112,5 +113,5 @@ def test_what_does_not_fit_the_bundle_is_refused(
 def test_an_unknown_dimension_is_refused(bundle: Bundle) -> None:
     odd = EngineInfo("eagle3.draft.onnx", (TensorSpec("x", "int64", ("B", "Q")),), ())
     manifest = replace(bundle.manifest, engines={**bundle.manifest.engines, "eagle3.draft": odd})
-    with pytest.raises(BuildError, match=r"engine eagle3.draft: input x has the dimension 'Q'"):
+    with pytest.raises(BuildError, match=r"input x of engine eagle3.draft has .* dimension 'Q'"):
         profiles(manifest, "eagle3.draft", BuildRequest())

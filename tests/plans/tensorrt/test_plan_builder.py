@@ -1,6 +1,6 @@
-"""The real graphs compiled: a tiny Llama and a tiny Qwen3 with heads, float16 and bfloat16.
+"""Builds of exported graphs: a tiny Llama and a tiny Qwen3 with heads, in float16 and bfloat16.
 
-TensorRT-RTX builds without a GPU; nothing is executed by it. ONNX Runtime executes the same files.
+TensorRT-RTX builds without a GPU and executes nothing here. ONNX Runtime executes the same graphs.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ DRAFT = "eagle3.draft"
 ENGINES = ["target", "eagle3.draft_fuse", DRAFT, "eagle3.draft_tree"]
 REQUEST = BuildRequest(compute_capability="8.9")
 CASES = [(name, dtype) for name in ("llama", "qwen3") for dtype in ("float16", "bfloat16")]
-# Head sizes of 16 and more have fused attention; the head of `qwen3` has 8, which has none.
+# TensorRT-RTX has fused attention for head sizes from 16 on; the head of `qwen3` has 8.
 HEAD_SIZE = {"llama": 16, "qwen3": 8}
 
 Made = tuple[Path, Path, Bundle]
-"""Folders of target and head, and their bundle."""
+"""Folder of the target, folder of the head, and their bundle."""
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]:
-    """exported(architecture, dtype), each made once."""
+    """Return a function (architecture, dtype) -> `Made` that exports each combination once."""
     checkpoints: dict[str, tuple[Path, Path]] = {}
     made: dict[tuple[str, str], Made] = {}
 
@@ -86,7 +86,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], M
 
 @pytest.fixture
 def llama16(exported: Callable[[str, str], Made], tmp_path: Path) -> Bundle:
-    """A copy of the float16 Llama's bundle that a test may change."""
+    """A copy of the bundle of the float16 Llama, which a test may modify."""
     copy = tmp_path / "bundle"
     shutil.copytree(exported("llama", "float16")[2].root, copy)
     shutil.rmtree(copy / "plans", ignore_errors=True)
@@ -101,7 +101,7 @@ def test_every_engine_compiles_with_every_profile(
     capfd.readouterr()
     said: list[str] = []
     files = {each.engine: each for each in build_bundle(bundle.root, REQUEST, said.append)}
-    assert capfd.readouterr().out == ""  # results alone belong there
+    assert capfd.readouterr().out == ""  # stdout is reserved for results
     assert list(files) == ENGINES
     for engine, each in files.items():
         content = each.path.read_bytes()
@@ -118,7 +118,7 @@ def test_every_engine_compiles_with_every_profile(
     assert any("draft: tensorrt-rtx has no fused" in line for line in said) == (name == "qwen3")
     assert len(files["target"].aliases) == 2 * LAYERS
     assert files["target"].aliases["present_v.1"] == "past_v.1"
-    # The draft's embedding is the target's: another target is another draft.
+    # The draft uses the target's embedding, so it must be rebuilt for another target.
     assert set(files[DRAFT].sources) >= {
         f"{DRAFT}.onnx",
         f"{DRAFT}.onnx.data",
@@ -130,7 +130,7 @@ def test_every_engine_compiles_with_every_profile(
 def test_onnx_runtime_runs_the_float16_files(
     exported: Callable[[str, str], Made], name: str
 ) -> None:
-    """The export's own self-check did, and the hashes say that these are the files."""
+    """The self-check of the export ran them, and the hashes show that they are the same files."""
     bundle = exported(name, "float16")[2]
     bundle.verify_hashes()
     assert bundle.manifest.draft is not None
@@ -143,8 +143,9 @@ def test_onnx_runtime_runs_the_float16_files(
 def test_the_bfloat16_graphs_compute_what_pytorch_does(
     exported: Callable[[str, str], Made], name: str, tmp_path: Path
 ) -> None:
-    """ONNX Runtime's CPU has no bfloat16. Read as float32, weights as rounded as they are, the
-    graphs equal PyTorch with these weights in float32: all but the rounding of activations.
+    """ONNX Runtime's CPU provider has no bfloat16, so the graphs are cast to float32 and compared
+    with PyTorch in float32. The weights keep their rounding to bfloat16; only the rounding of
+    activations is not tested.
     """
     folder, head_folder, bundle = exported(name, "bfloat16")
     wide = _wide_bundle(bundle, tmp_path / "wide")
@@ -185,11 +186,11 @@ def test_what_is_up_to_date_is_kept(llama16: Bundle, monkeypatch: pytest.MonkeyP
     said: list[str] = []
     assert build_bundle(llama16.root, REQUEST, said.append) == first
     assert built == [] and all("up to date" in line for line in said)
-    # Widths that leave every range as it is change no file, but the runtime is told.
+    # Widths that do not change a range change no plan file, but its JSON, which the runtime reads.
     widths = replace(REQUEST, verify_widths=(1, 7, 33))
     again = build_bundle(llama16.root, widths)
     assert built == [] and {each.request.verify_widths for each in again} == {(1, 7, 33)}
-    # A damaged file is built again, and so is a damaged JSON; the others stay.
+    # A damaged plan file or JSON is built again; the others are kept.
     first[1].path.write_bytes(b"vtrt, but not all of it")
     first[2].note_path.write_text("{}")
     build_bundle(llama16.root, widths)
@@ -213,7 +214,7 @@ def _count_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_each_library_is_told_what_it_reads(llama16: Bundle) -> None:
-    """The timing cache is the full library's alone: the other one times nothing."""
+    """Only `tensorrt` gets a timing cache, because TensorRT-RTX does not time kernels."""
     request = replace(REQUEST, workspace_bytes=1 << 20)
     job = tensorrt_build._job(llama16, "target", request, find_library("tensorrt-rtx"))
     options = tensorrt_build._options(job, None)
@@ -226,14 +227,14 @@ def test_each_library_is_told_what_it_reads(llama16: Bundle) -> None:
 
 
 def test_float32_attention_is_taken_apart(windowed_bundle: Bundle, tmp_path: Path) -> None:
-    """A sliding window too: it is in the mask, so nothing in the graph names it."""
+    """The target has a sliding window, which is part of the mask and not an attribute."""
     shutil.copytree(windowed_bundle.root, tmp_path / "bundle")
     said: list[str] = []
     built = build_bundle(tmp_path / "bundle", REQUEST, said.append)
     target, draft = (each for each in built if each.engine in ("target", DRAFT))
     assert (target.counts.attentions, target.counts.fused_attentions) == (3, 0)
     assert (draft.counts.attentions, draft.counts.fused_attentions) == (1, 0)
-    assert not any("no fused" in line for line in said)  # nothing else was to be expected
+    assert not any("no fused" in line for line in said)  # expected for float32, so not reported
 
 
 def _refused(root: Path, message: str, request: BuildRequest = REQUEST) -> None:
@@ -243,12 +244,12 @@ def _refused(root: Path, message: str, request: BuildRequest = REQUEST) -> None:
 
 
 def test_the_other_lowering_is_refused(bundle: Bundle) -> None:
-    _refused(bundle.root, "ort lowering.* again with --lowering portable --dtype float16")
+    _refused(bundle.root, "--lowering ort.* again with --lowering portable --dtype float16")
 
 
 def test_a_gpu_that_the_library_does_not_know_is_refused(llama16: Bundle) -> None:
     other = replace(REQUEST, compute_capability="9.0")
-    _refused(llama16.root, "capability 9.0 is none that", other)
+    _refused(llama16.root, "capability 9.0 is not supported by", other)
 
 
 def test_a_full_disk_is_said_before_the_long_work(
@@ -256,7 +257,9 @@ def test_a_full_disk_is_said_before_the_long_work(
 ) -> None:
     usage = shutil.disk_usage(llama16.root)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    _refused(llama16.root, r"4 plan files need about [\d,]+ bytes, .* has 1,000 free: make room")
+    _refused(
+        llama16.root, r"4 plan files need about [\d,]+ bytes, .* has 1,000 free: free disk space"
+    )
 
 
 def test_a_disk_that_fills_up_is_said(llama16: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +275,8 @@ def test_altered_weights_are_refused(llama16: Bundle) -> None:
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    # Small files are hashed when a bundle is opened; large ones only here.
-    with pytest.raises(BuildError, match=r"target.onnx.data is altered"):
+    # Opening a bundle checks the hashes of small files; those of large files are checked here.
+    with pytest.raises(BuildError, match=r"target.onnx.data does not match its SHA-256"):
         jobs = [tensorrt_build._job(llama16, "target", REQUEST, find_library())]
         tensorrt_build._check_sources(llama16, jobs)
 
@@ -314,17 +317,17 @@ def test_the_commands_show_them(small_plan: PlanFile, exported: Callable[[str, s
     run = CliRunner().invoke
     built = run(main, ["build", root, "--compute-capability", "8.9"])
     assert built.exit_code == 0 and built.stderr.count("up to date") == 4
-    assert "target: " in built.stdout and "4 caches written in place, 2 of 2" in built.stdout
+    assert "target: " in built.stdout and "4 cache updates in place, 2 of 2" in built.stdout
     shown = run(main, ["inspect", root])
     assert shown.exit_code == 0 and shown.stdout.count("plan file ") == 4
     data = json.loads(run(main, ["build", root, "--compute-capability", "8.9", "--json"]).stdout)
     assert data["plan_files"][0]["key"] == small_plan.key
     wrong = run(main, ["build", root, "--compute-capability", "9.0"])
-    assert wrong.exit_code == 1 and "capability 9.0 is none" in wrong.stderr
+    assert wrong.exit_code == 1 and "capability 9.0 is not supported" in wrong.stderr
 
 
 class _Parsed:
-    """A hand-made graph, parsed without the lint."""
+    """A graph made by the test, parsed without the lint."""
 
     def __init__(self, graph: CachedAttention, folder: Path) -> None:
         self.library = find_library("tensorrt-rtx")
@@ -339,7 +342,7 @@ class _Parsed:
 
 
 def test_an_input_that_tensorrt_drops_is_an_error(tmp_path: Path) -> None:
-    """It ignores nonpad_kv_seqlen: the network, looked at, tells even where no lint does."""
+    """TensorRT ignores nonpad_kv_seqlen, and `check_network` detects it even without the lint."""
     graph = CachedAttention()
     facts = lint(graph.model(), "layer.onnx")
     parsed = _Parsed(graph, tmp_path)
@@ -351,15 +354,17 @@ def test_an_input_that_tensorrt_drops_is_an_error(tmp_path: Path) -> None:
     graph.inputs["lengths"].name = "lengths"
     graph.attention.input.extend(["", "", "lengths"])
     parsed, facts = _Parsed(graph, tmp_path), replace(facts, inputs=(*facts.inputs, "lengths"))
-    with pytest.raises(BuildError, match="does not read layer.onnx as it is: it drops the inputs"):
+    with pytest.raises(
+        BuildError, match="parsed layer.onnx incorrectly: the network ignores the inputs lengths"
+    ):
         check_network(parsed.network(), parsed.library, facts, "layer.onnx")
 
 
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("num_cache_updates", "it has 2 KV_CACHE_UPDATE layers, the graph 5 such nodes"),
-        ("num_attentions", "it has 1 ATTENTION_INPUT layers, the graph 5 such nodes"),
+        ("num_cache_updates", "expected 5 KV_CACHE_UPDATE layers, got 2"),
+        ("num_attentions", "expected 5 ATTENTION_INPUT layers, got 1"),
     ],
 )
 def test_layers_are_counted(tmp_path: Path, field: str, message: str) -> None:
@@ -372,6 +377,6 @@ def test_layers_are_counted(tmp_path: Path, field: str, message: str) -> None:
 
 def test_the_parser_s_reasons_are_told(tmp_path: Path) -> None:
     graph = CachedAttention()
-    graph.set(graph.attention, "softcap", 30.0)  # refused by TensorRT itself
+    graph.set(graph.attention, "softcap", 30.0)  # TensorRT itself rejects this
     with pytest.raises(BuildError, match=r"cannot read .*layer.onnx: .*(softcap|Attention|attend)"):
         _Parsed(graph, tmp_path).network()

@@ -1,4 +1,4 @@
-"""Plan files beside a bundle: their JSON, and which of them may be used. No TensorRT here."""
+"""Tests of the plan files in a bundle: their JSON, and which are usable. TensorRT is not needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REQUEST = BuildRequest(backend=LIBRARY, compute_capability=CAPABILITY)
 
 
 def plan_file(bundle: Bundle, engine: str, **changes: Any) -> PlanFile:
-    """A plan file of `engine` as a build would leave it; its content means nothing."""
+    """Write a plan file of `engine` as a build would, with placeholder content."""
     name = bundle.manifest.engines[engine].file
     content = f"plan of {engine}".encode()
     made = PlanFile(
@@ -102,8 +102,11 @@ def test_json_round_trip(built: Bundle) -> None:
             r"is stale: it was built from another target.onnx",
         ),
         ({"library_version": "1.6.0.1"}, r"was built by tensorrt-rtx 1.6.0.1"),
-        ({"size": 999}, r"has 14 bytes, target.json says 999"),
-        ({"request": replace(REQUEST, batch=4)}, r"was built for other sizes than its neighbours"),
+        ({"size": 999}, r"has 14 bytes, expected 999 from target.json"),
+        (
+            {"request": replace(REQUEST, batch=4)},
+            r"was built for other sizes than the other plan files",
+        ),
     ],
     ids=["stale", "version", "size", "sizes"],
 )
@@ -119,9 +122,10 @@ def test_what_may_not_be_used_is_refused_with_the_command(
 def test_one_for_another_gpu_is_refused_with_the_command(built: Bundle) -> None:
     with pytest.raises(
         BuildError,
-        match=r"no plan file of target, eagle3.draft_fuse, eagle3.draft, eagle3.draft_tree for"
+        match=r"no plan files of target, eagle3.draft_fuse, eagle3.draft, eagle3.draft_tree for"
         r" tensorrt-rtx 1.7.1.116 on a GPU of"
-        r" compute capability 8.6 \(it has some for tensorrt-rtx on 8.9\): run `eagle3 build"
+        r" compute capability 8.6 \(it has plan files for tensorrt-rtx on compute capability 8.9\):"
+        r" run `eagle3 build"
         rf" {built.root} --backend tensorrt-rtx --compute-capability 8.6`",
     ):
         usable(built, capability="8.6")
@@ -129,15 +133,15 @@ def test_one_for_another_gpu_is_refused_with_the_command(built: Bundle) -> None:
 
 def test_one_that_is_missing_is_named(built: Bundle) -> None:
     (set_folder(built.root, LIBRARY, CAPABILITY) / "eagle3.draft.json").unlink()
-    with pytest.raises(BuildError, match=r"has no plan file of eagle3.draft for"):
+    with pytest.raises(BuildError, match=r"has no plan files of eagle3.draft for"):
         usable(built)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 2}, r"of version 2, this eagle3 reads 'eagle3-plan-file' of version 1"),
-        ({"format": "x"}, r"is 'x' of version 1"),
+        ({"schema_version": 2}, r"version 2, expected 'eagle3-plan-file' version 1"),
+        ({"format": "x"}, r"has format 'x' version 1, expected"),
         ({"counts": {"attentions": 1}}, r"cannot be read \(TypeError"),
         ({"unknown": 1}, r"cannot be read \(TypeError"),
         ({"profiles": 3}, r"cannot be read \(TypeError"),
@@ -171,7 +175,7 @@ def test_the_key_is_of_everything_that_shapes_a_file(bundle: Bundle) -> None:
 
 
 def test_the_command_repeats_what_was_asked(bundle: Bundle) -> None:
-    """And nothing that the bundle's plan says anyway, as its prefill_chunk of 16."""
+    """Options that equal the bundle's plan, here the prefill_chunk of 16, are left out."""
     asked = {"batch": 2, "verify_widths": (1, 8, 65), "workspace_bytes": 1 << 20}
     request = BuildRequest(prefill_chunk=16, **asked)
     spaced = replace(bundle, root=Path("/my bundle"))
@@ -198,9 +202,10 @@ def test_inspect_shows_them(built: Bundle) -> None:
     assert len(lines) == 4
     assert (
         "target: 14 bytes for compute capability 8.9 (tensorrt-rtx 1.7.1.116, built in 1.2 s);"
-        " verify 1-33 rows, prefill 1-16 rows; 2 caches written in place, 1 of 1 attentions fused"
+        " verify 1-33 rows, prefill 1-16 rows; 2 cache updates in place, 1 of 1 attention layers"
+        " fused"
     ) in lines[3]
-    assert "STALE, made from another eagle3.draft.onnx: build it again" in lines[0]
+    assert "STALE, built from another eagle3.draft.onnx: build it again" in lines[0]
     files = json.loads(json.dumps(describe(built, plan_files_json(built))))["plan_files"]
     assert [each["stale"] for each in files] == [True, False, False, False]
     assert files[3]["path"].endswith("target.plan") and files[3]["aliases"]

@@ -49,14 +49,14 @@ def test_the_head_is_found_behind_other_drafts(bundle: Bundle) -> None:
     both = Bundle(bundle.root, replace(bundle.manifest, drafts={"small": small, **drafts}))
     assert bundle_facts(both)[1] == bundle_facts(bundle)[1]
     alone = Bundle(bundle.root, replace(bundle.manifest, drafts={"small": small}))
-    with pytest.raises(PlanError, match="has the drafts small, and only EAGLE heads"):
+    with pytest.raises(PlanError, match="has the drafts small, but only EAGLE heads"):
         bundle_facts(alone)
 
 
 def test_a_mixture_is_refused(bundle: Bundle) -> None:
     info = replace(bundle.manifest.target, architecture="Qwen3MoeForCausalLM")
     other = Bundle(bundle.root, replace(bundle.manifest, target=info))
-    with pytest.raises(PlanError, match="Qwen3MoeForCausalLM is a mixture .* name the checkpoint"):
+    with pytest.raises(PlanError, match="Qwen3MoeForCausalLM is a mixture .* pass the checkpoint"):
         bundle_facts(other)
 
 
@@ -66,8 +66,8 @@ def test_what_a_plan_asks_that_the_graphs_were_not_made_for(bundle: Bundle) -> N
     assert differences(bundle, replace(own, tree=TreePlan(1, 2, 2))) == []
     other = replace(own, max_seq_len=256, lowering="portable")
     assert [each.split(",")[0] for each in differences(bundle, other)] == [
-        "the bundle has max_seq_len 128",
-        "the bundle has lowering ort",
+        "the bundle was exported with max_seq_len 128",
+        "the bundle was exported with lowering ort",
     ]
 
 

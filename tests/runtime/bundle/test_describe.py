@@ -49,7 +49,7 @@ def test_the_words_name_what_matters(bundle: Bundle) -> None:
         "EAGLE-3 head",
         "draft vocabulary 40",
         "norm_before_residual = False (from: ",
-        "dynamic: top 3 a node, 3 levels, the best 6",
+        "dynamic: top 3 per node, 3 levels, best 6",
         "with a chat template",
         "target against PyTorch: relative errors logits",
         "first draft token accepted",
@@ -77,14 +77,16 @@ def test_json_is_json(bundle: Bundle) -> None:
 
 
 def test_a_chain_is_called_one() -> None:
-    assert tree_text(TreePlan(1, 5, 3)) == "a chain of 3 draft tokens a round"
+    assert tree_text(TreePlan(1, 5, 3)) == "chain of 3 draft tokens per round"
 
 
 def test_a_static_tree_is_called_by_its_name() -> None:
     whole = TreePlan.of_paths(STATIC_TREES["eagle1"])
-    assert tree_text(whole) == ("static, eagle1: up to 4 a node, 5 levels, 25 tokens are verified")
+    assert tree_text(whole) == (
+        "static, eagle1: up to 4 children per node, 5 levels, 25 tokens verified"
+    )
     own = TreePlan.of_paths(TreePaths(((0,), (1,), (0, 0))), num_draft_tokens=2)
-    assert "of its own paths: up to 2 a node, 1 levels, 2 tokens" in tree_text(own)
+    assert "custom paths: up to 2 children per node, 1 levels, 2 tokens" in tree_text(own)
 
 
 @pytest.mark.parametrize(

@@ -166,12 +166,12 @@ def test_unknown_file_name(folder: Path) -> None:
 
 
 def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="gone does not exist: `eagle3 export` makes"):
+    with pytest.raises(BundleError, match="gone does not exist: create a bundle with"):
         Bundle.open(tmp_path / "gone")
-    with pytest.raises(BundleError, match="is not a bundle, it has no manifest.json: `eagle3 exp"):
+    with pytest.raises(BundleError, match="is not a bundle: manifest.json not found; create"):
         Bundle.open(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(BundleError, match="file is a file; a bundle is a folder"):
+    with pytest.raises(BundleError, match="file is a file, but a bundle is a folder"):
         Bundle.open(tmp_path / "file")
 
 
@@ -182,7 +182,7 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
         (b'{"format": "eagle3-bundle"', "is not valid JSON"),
         (b"\xff\xfe{}", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
-        (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b"[]", r"manifest is \[\], not a JSON object"),
         (b"{}", "format is None, not 'eagle3-bundle'"),
@@ -204,7 +204,7 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bundle_module, "MAX_MANIFEST_BYTES", size)
     Bundle.open(folder)
     monkeypatch.setattr(bundle_module, "MAX_MANIFEST_BYTES", size - 1)
-    with pytest.raises(BundleError, match=f"is {size} bytes, more than the {size - 1}"):
+    with pytest.raises(BundleError, match=f"has {size} bytes, more than the limit of {size - 1}"):
         Bundle.open(folder)
 
 
@@ -229,10 +229,10 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         ("drafts/eagle3/method", "none", "drafts.eagle3.method is 'none'"),
         ("drafts/eagle3/method", "eagle", "reads 48 features, but a draft of method eagle .* 16"),
         ("drafts/eagle3/method", "model", r"aux_layer_ids is \[2, 4, 5\], but its method is model"),
-        ("drafts/eagle3/aux_layer_ids", [2, 3], r"is \[2, 3\], but .* puts out .*\[2, 4, 5\]"),
+        ("drafts/eagle3/aux_layer_ids", [2, 3], r"is \[2, 3\], but .* outputs .*\[2, 4, 5\]"),
         ("drafts/eagle3/aux_layer_ids", [], r"aux_layer_ids is \[\], but its method is eagle3"),
         ("drafts/eagle3/weights", "int3", "weights is 'int3', not one of same, int8"),
-        ("drafts/eagle3/tree", {}, r"drafts.eagle3.tree: tree lacks the fields"),
+        ("drafts/eagle3/tree", {}, r"drafts.eagle3.tree: tree is missing the fields"),
         ("drafts/eagle3/tree/num_draft_tokens", 99, "eagle3.tree: .* max_draft_tokens is 64"),
         ("drafts/none", None, "drafts.none is None, not a JSON object"),
         ("generation/eos_token_ids", [2, 64], r"generation.eos_token_ids has \[64\], .* 64"),
@@ -255,7 +255,7 @@ def test_a_huge_manifest_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         ("generation/temperature", False, "generation.temperature is False, not a finite number"),
         ("files/tokenizer.json/sha256", "00", "sha256 is '00', not 64 lower-case hex digits"),
         ("files/tokenizer.json/size", -1, "size is -1, not at least 0"),
-        ("plan/max_seq_len", 0, "plan: max_seq_len is 0, allowed are"),
+        ("plan/max_seq_len", 0, "plan: max_seq_len must be from 2 to .*, got 0"),
         ("plan/tree/top_k", 0, r"plan: tree has unknown fields \['top_k'\]"),
         ("created_by", {"torch": 2.13}, "created_by.torch is 2.13, not a text"),
     ],
@@ -314,7 +314,7 @@ def test_a_missing_file(folder: Path) -> None:
 def test_an_altered_file_of_the_same_size_is_found_by_hash(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    altered = "target.onnx is foreign or altered: its SHA-256"
+    altered = "target.onnx is not the exported file: its SHA-256"
     (folder / "target.onnx").write_bytes(b"Graph")
     with pytest.raises(BundleError, match=altered):
         Bundle.open(folder)
@@ -337,19 +337,19 @@ HUGE = npy(np.arange(32)).replace(b"(32,), }" + b" " * 13, b"(1000000000000,), }
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no .npy file of integers"),
-        (b"x" * 400, "is no .npy file of integers"),
-        (npy(np.arange(32))[:-8], "is no .npy file of integers"),
-        (HUGE, "is no .npy file of integers"),
-        (npy(np.array([{}] * 32, object)), "is no .npy file of integers"),
-        (npy(np.arange(32.0)), r"holds float64 \[32\], .* asks for int64 \[32\]"),
+        (b"", "is not a .npy file of integers"),
+        (b"x" * 400, "is not a .npy file of integers"),
+        (npy(np.arange(32))[:-8], "is not a .npy file of integers"),
+        (HUGE, "is not a .npy file of integers"),
+        (npy(np.array([{}] * 32, object)), "is not a .npy file of integers"),
+        (npy(np.arange(32.0)), r"holds float64 \[32\], .* requires int64 \[32\]"),
         (npy(np.arange(32, dtype=np.int32)), r"holds int32 \[32\]"),
         (npy(np.arange(32).reshape(1, 32)), r"holds int64 \[1, 32\]"),
         (npy(np.arange(31)), r"holds int64 \[31\], .* int64 \[32\]"),
         (npy(np.array(3)), r"holds int64 \[\]"),
         (npy(np.arange(32) - 1), "holds ids from -1 to 30"),
         (npy(np.arange(32) + 33), "holds ids from 33 to 64, .* below target.vocab_size 64"),
-        (npy(np.arange(32) // 2), "holds .* 16 different ones of 32"),
+        (npy(np.arange(32) // 2), "holds .* 16 distinct of 32"),
     ],
 )
 def test_target_ids_that_are_none(folder: Path, content: bytes, message: str) -> None:
@@ -370,9 +370,7 @@ def test_weights_beside_an_engine_are_listed(folder: Path) -> None:
     (folder / "notes.data").touch()
     Bundle.open(folder)
     (folder / "eagle3.draft.onnx.data").write_bytes(b"weights")
-    with pytest.raises(
-        BundleError, match="eagle3.draft.onnx.data is foreign: `files` does not list it"
-    ):
+    with pytest.raises(BundleError, match="eagle3.draft.onnx.data is not listed in `files`"):
         Bundle.open(folder)
     rewrite(folder, "eagle3.draft.onnx.data", b"weights")
     Bundle.open(folder)
@@ -463,6 +461,6 @@ def test_write_manifest_refuses_what_would_not_open(folder: Path) -> None:
     with pytest.raises(BundleError, match="target.vocab_size is 0"):
         write_manifest(folder, replace(manifest, target=target))
     for value in (float("nan"), Path("x")):
-        with pytest.raises(BundleError, match="a value that JSON has not"):
+        with pytest.raises(BundleError, match="a value that JSON cannot represent"):
             write_manifest(folder, replace(manifest, self_check={"max_error": value}))
     assert not (folder / "manifest.json").exists()

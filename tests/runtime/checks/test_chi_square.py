@@ -1,4 +1,4 @@
-"""The chi-square test against scipy, and that it can tell a wrong distribution."""
+"""Compare the chi-square test with scipy, and check that it detects a wrong distribution."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rare_cells_are_pooled() -> None:
     p = np.array([0.6, 0.4 - 1e-3, *[1e-4] * 10, 0.0])
     counts = np.array([620, 378, 1, 1, *[0] * 9])
     value, cells = chi_square.p_value(counts, p)
-    # All rare cells expect 1 draw of 1000 together, too few, so the second cell joins them.
+    # Together, the rare cells expect 1 draw of 1000. That is too few, so the second cell is added.
     assert cells == 2
     assert value == pytest.approx(stats.chisquare([620, 380], [600, 400]).pvalue, rel=1e-6)
 

@@ -1,4 +1,4 @@
-"""`doctor` on machines that lack things, by pretending."""
+"""Test `doctor` on simulated machines with missing packages, drivers or GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle3.runtime.ort import ort_library
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, packages: set[str], gpu: str | None = None) -> None:
-    """Only `packages` are installed; the GPU is as said."""
+    """Simulate a machine on which only `packages` are installed and nvidia-smi prints `gpu`."""
     monkeypatch.setattr(doctor, "installed", lambda name: "1.0" if name in packages else None)
     monkeypatch.setattr(doctor, "nvidia_smi", lambda: gpu)
 
@@ -58,7 +58,7 @@ def test_both_onnxruntimes_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unused_gpu_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"onnxruntime"}, gpu="NVIDIA H200, 143771 MiB, 570.1")
-    monkeypatch.setattr(doctor, "cuda_driver", lambda: ("a driver for CUDA 13.0, 1 GPU", True))
+    monkeypatch.setattr(doctor, "cuda_driver", lambda: ("NVIDIA driver for CUDA 13.0, 1 GPU", True))
     found = doctor.diagnose()
     assert "eagle3[tensorrt]" in advice(found, "device cuda")
     assert any("H200" in line for line in found.lines())
@@ -80,13 +80,13 @@ GPU_PACKAGES = {"onnxruntime", "tensorrt", "cuda-bindings", "nvidia-cuda-nvrtc"}
 @pytest.mark.parametrize(
     ("packages", "driver", "says", "advised"),
     [
-        (GPU_PACKAGES, True, "yes: a driver; tensorrt 1.0, cuda-bindings 1.0", ""),
-        (GPU_PACKAGES, False, "no: a driver; tensorrt 1.0", ""),
+        (GPU_PACKAGES, True, "yes: a driver; installed: tensorrt 1.0, cuda-bindings 1.0", ""),
+        (GPU_PACKAGES, False, "no: a driver; installed: tensorrt 1.0", ""),
         (GPU_PACKAGES - {"nvidia-cuda-nvrtc"}, True, "missing: NVRTC", "NVRTC: pip install"),
         (
             {"onnxruntime-gpu", "cuda-bindings", "nvidia-cuda-nvrtc"},
             True,
-            "yes: a driver; onnxruntime-gpu 1.0, cuda-bindings 1.0",
+            "yes: a driver; installed: onnxruntime-gpu 1.0, cuda-bindings 1.0",
             "",
         ),
         (
@@ -109,5 +109,5 @@ def test_what_the_gpu_path_lacks(
 
 def test_the_driver_is_asked_itself() -> None:
     said, starts = doctor.cuda_driver()
-    assert said.startswith(("a driver for CUDA ", "no driver"))
+    assert said.startswith(("NVIDIA driver for CUDA ", "NVIDIA driver not found"))
     assert not starts or "GPU" in said

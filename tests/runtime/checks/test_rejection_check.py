@@ -1,4 +1,7 @@
-"""The chi-square tests of `rejection` on tables of p and q: they pass, and they can fail."""
+"""Run the chi-square tests of `rejection` on tables of p and q.
+
+They must pass for the exact rule and fail for each of several wrong rules.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ WALKS = 4000
 
 
 def tables(count: int, seed: int) -> list[Any]:
-    """Random distributions over 12 tokens."""
+    """Return `count` random distributions over 12 tokens."""
     rng = np.random.default_rng(seed)
     return [rng.dirichlet(np.full(12, 0.7)).astype(np.float32) for _ in range(count)]
 
 
 def candidates() -> _Proposal:
-    """A tree of deterministic candidates: three under the root, two under the best of them."""
+    """Return a tree of deterministic candidates: three under the root, two under its best child."""
     p = tables(6, seed=1)
     best = np.argsort(-p[0])
     below = np.argsort(-p[1])
@@ -31,7 +34,7 @@ def candidates() -> _Proposal:
 
 
 def sampled_chain() -> _Proposal:
-    """A chain drawn from q that are not p."""
+    """Return a chain that was sampled from distributions q that differ from p."""
     p, q = tables(4, seed=2), tables(3, seed=3)
     tokens = [int(np.argmax(np.minimum(p[0], q[0]))), 5, 6]
     return _Proposal(Tree.chain(0, tokens, dict(enumerate(q))), p)

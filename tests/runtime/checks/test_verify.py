@@ -1,4 +1,4 @@
-"""`verify` passes on a good bundle, and fails when the acceptance is broken."""
+"""Test that `verify` passes on a good bundle and fails if the acceptance is broken."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def test_a_good_bundle_passes(engine: eagle3.Engine) -> None:
     told: list[str] = []
     report = verified(engine, num_walks=500, report=told.append)
     assert report.passed, report.lines()
-    # Two rules, the plan's tree and the wide one.
+    # Two rules, each with the plan's tree and the wide tree.
     assert {(each.rule, each.tree) for each in report.equality} == {
         (rule, tree)
         for rule in ("greedy", "coupled")
         for tree in (engine.plan.tree, TreePlan(4, 4, 10))
     }
-    # A tree that is not the plan's runs on every fourth prompt.
+    # A tree other than the plan's runs on every fourth prompt.
     counts = {(each.tree == engine.plan.tree, each.num_prompts) for each in report.equality}
     assert counts == {(True, 3), (False, 1)}
     assert all(each.num_tokens > 0 for each in report.equality)
-    # Dynamic trees and a sampled chain, in three contexts.
+    # The chi-square tests cover dynamic trees and a sampled chain, in three contexts.
     assert {each.tree.draft_top_k for each in report.rejection} == {1, 3, 4}
     assert {each.context for each in report.rejection} == {0, 1, 2}
     assert 0.0 <= report.noise < 1e-3
@@ -156,9 +156,9 @@ def test_prompt_files(tmp_path: Path) -> None:
     ("name", "text", "says"),
     [
         ("p.jsonl", '{"prompt": "a"}\nnope\n', "line 2: not JSON"),
-        ("p.jsonl", '{"text": "a"}\n', "line 1: give an object"),
-        ("p.jsonl", '{"turns": []}\n', "line 1: give an object"),
-        ("p.txt", "\n", "holds no prompts"),
+        ("p.jsonl", '{"text": "a"}\n', "line 1: expected an object"),
+        ("p.jsonl", '{"turns": []}\n', "line 1: expected an object"),
+        ("p.txt", "\n", "contains no prompts"),
     ],
 )
 def test_a_bad_prompt_file_is_refused_by_line(
@@ -175,7 +175,7 @@ def test_a_missing_prompt_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_drafter_is_covered(engine: eagle3.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its own tree, not the plan's."""
+    """Every drafter runs with its own tree instead of the plan's."""
     second = "other"
     trees = {"eagle3": TreePlan(3, 3, 6), second: TreePlan(1, 2, 2)}
     monkeypatch.setattr(eagle3.Engine, "drafters", ["eagle3", second, "none"])

@@ -142,13 +142,13 @@ def test_no_driver() -> None:
     ("results", "message"),
     [
         ({"cuInit": (Code.CUDA_ERROR_NO_DEVICE,)}, "finds no GPU: check `nvidia-smi`"),
-        ({"cuInit": (Code.CUDA_ERROR_STUB_LIBRARY,)}, "no NVIDIA driver .* stub of libcuda"),
+        ({"cuInit": (Code.CUDA_ERROR_STUB_LIBRARY,)}, "no NVIDIA driver .*libcuda is only a stub"),
         ({"cuInit": (Code.CUDA_ERROR_SYSTEM_NOT_READY,)}, "does not start: out of luck"),
         (
             {"cuDriverGetVersion": (Code.CUDA_SUCCESS, 12040)},
             r"supports CUDA 12.4, cuda-bindings is for CUDA 13.*'cuda-bindings==12.\*'",
         ),
-        ({"cuDeviceGetCount": (Code.CUDA_SUCCESS, 0)}, "GPU 0 was asked for, this machine has 0"),
+        ({"cuDeviceGetCount": (Code.CUDA_SUCCESS, 0)}, "GPU 0 does not exist, this machine has 0"),
         (
             {"cuStreamCreate": (Code.CUDA_ERROR_OUT_OF_MEMORY,)},
             "cuStreamCreate failed: out of luck",

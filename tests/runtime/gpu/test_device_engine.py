@@ -77,7 +77,7 @@ def test_drafters_that_no_gpu_runs_are_refused_by_name(two_heads: Bundle, tmp_pa
     own = on_device(two_heads, tmp_path)
     for name in ("other", "lookup"):
         with pytest.raises(
-            RequestError, match=f"'{name}' does not run on a GPU.*: shuffled, none; "
+            RequestError, match=f"'{name}' is not supported on a GPU.*: shuffled, none; "
         ):
             own.engine.generate(PROMPT, drafter=name)
     with pytest.raises(RequestError, match="'eagle' is not in this bundle"):
@@ -91,7 +91,7 @@ def test_verify_on_a_gpu(narrow: OnDevice) -> None:
     trees = {(each.rule, each.tree.num_draft_tokens) for each in report.equality}
     assert trees == {(rule, nodes) for rule in ("greedy", "coupled") for nodes in (6, 3)}
     assert 0 < report.noise < 1e-4
-    assert "rejection not tested on cuda" in report.lines()[-2]
+    assert "rejection was not tested on cuda" in report.lines()[-2]
     with pytest.raises(PlanError, match="the tree is static, but on the GPU"):
         verify(narrow.engine, texts, 4, tree="eagle1")
 

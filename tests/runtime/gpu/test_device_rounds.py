@@ -393,5 +393,5 @@ def test_a_bundle_without_a_draft_decodes_plainly(
     own = on_device(bundle, tmp_path)
     assert own.engine.drafters == ["none"]
     assert own.engine.generate(PROMPT, max_new_tokens=60, **NO_EOS).token_ids == text
-    with pytest.raises(RequestError, match="here there is: none|this bundle has: none"):
+    with pytest.raises(RequestError, match="available here: none|this bundle has: none"):
         own.engine.generate(PROMPT, drafter="eagle3")

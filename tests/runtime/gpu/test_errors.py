@@ -70,10 +70,13 @@ def setup(portable: Bundle, tmp_path: Path) -> Setup:
     [
         (
             {"capability": "9.0"},
-            r"no plan file of target, .* for tensorrt 99.1 on a GPU of compute capability 8.9"
-            r" \(it has some for tensorrt on 9.0\): " + REBUILD,
+            r"no plan files of target, .* for tensorrt 99.1 on a GPU of compute capability 8.9"
+            r" \(it has plan files for tensorrt on compute capability 9.0\): " + REBUILD,
         ),
-        ({"backend": "tensorrt-rtx"}, r"\(it has some for tensorrt-rtx on 8.9\): " + REBUILD),
+        (
+            {"backend": "tensorrt-rtx"},
+            r"\(it has plan files for tensorrt-rtx on compute capability 8.9\): " + REBUILD,
+        ),
     ],
 )
 def test_plan_files_for_something_else_are_refused(
@@ -87,10 +90,16 @@ def test_plan_files_of_another_library_graph_or_folder_are_refused(setup: Setup)
     folder = setup.files["target"].path.parent
     note = json.loads((folder / "target.json").read_text())
     for change, message in (
-        ({"library_version": "98.0"}, "target.plan was built by tensorrt 98.0, here is tensorrt 9"),
+        (
+            {"library_version": "98.0"},
+            "target.plan was built by tensorrt 98.0, but this machine has tensorrt 9",
+        ),
         ({"sources": {"target.onnx": "0" * 64}}, "is stale: it was built from another target.onnx"),
-        ({"compute_capability": "9.0"}, "is for tensorrt on 9.0, here is"),
-        ({"size": 7}, "target.json says 7"),
+        (
+            {"compute_capability": "9.0"},
+            "was built for tensorrt on compute capability 9.0, but this machine has",
+        ),
+        ({"size": 7}, "expected 7 from target.json"),
     ):
         (folder / "target.json").write_text(json.dumps({**note, **change}))
         with pytest.raises(BuildError, match=f"{message}.*: {REBUILD}"):
@@ -157,7 +166,7 @@ def test_a_width_that_no_profile_takes(setup: Setup) -> None:
         for shape in profile["input_ids"]:
             shape[1] = min(shape[1], 2)
     path.write_text(json.dumps(content))
-    with pytest.raises(EngineError, match=r"takes input_ids \[1, 16\].*; run `eagle3 build"):
+    with pytest.raises(EngineError, match=r"accepts input_ids \[1, 16\].*; run `eagle3 build"):
         Device(setup.load(), setup.driver, Kernels(setup.driver, b""), Clock())
 
 
@@ -167,7 +176,7 @@ def test_out_of_device_memory(portable: Bundle, tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_installed() -> None:
-    with pytest.raises(EngineMissing, match=r"no TensorRT library for tensorrt is installed: pip"):
+    with pytest.raises(EngineMissing, match=r"library is installed \(searched for tensorrt\): pip"):
         TensorRT("tensorrt")
 
 
@@ -199,24 +208,24 @@ def test_an_engine_that_no_graph_can_hold() -> None:
     engine.where, engine.rebuild = "engine 'target' (p)", "eagle3 build B"
     engine._driver = SimpleNamespace(stream=1)  # type: ignore[assignment]
     context = SimpleNamespace(is_stream_capturable=lambda stream: False)
-    with pytest.raises(EngineError, match="no CUDA graph can hold; run `eagle3 build B`"):
+    with pytest.raises(EngineError, match="that a CUDA graph cannot contain; run `eagle3 build B`"):
         engine.check_capturable(context)
     engine.check_capturable(SimpleNamespace())
 
 
 def test_load_says_what_is_missing(bundle: Bundle, portable: Bundle) -> None:
     for options, message in (
-        ({"device": "gpu"}, "device 'gpu' is not supported, choose one of cpu, cuda"),
+        ({"device": "gpu"}, "device 'gpu' is not supported: use one of cpu, cuda"),
         ({"device": "cpu", "backend": "tensorrt"}, "'tensorrt' does not run on device cpu"),
-        ({"device": "cuda", "backend": "ort-cpu"}, "choose one of ort-cuda, tensorrt, tensorrt-"),
+        ({"device": "cuda", "backend": "ort-cpu"}, "use one of ort-cuda, tensorrt, tensorrt-"),
     ):
         with pytest.raises(RequestError, match=message):
             eagle3.load(portable.root, **options)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="lowering ort, on a GPU runs portable"):
+    with pytest.raises(PlanError, match="lowering ort, a GPU requires portable"):
         eagle3.load(bundle.root, device="cuda")
     driver = StandInDriver()
     library = TensorRT("tensorrt", StandInTensorRT(driver, {}))
-    message = r"no plan file of target, .* on a GPU of compute capability 8.9: run `eagle3 build"
+    message = r"no plan files of target, .* on a GPU of compute capability 8.9: run `eagle3 build"
     with pytest.raises(BuildError, match=message):
         load_device(portable, "tensorrt", driver, library)
 
@@ -253,7 +262,7 @@ def test_the_backend_is_what_the_bundle_was_built_for(portable: Bundle, tmp_path
 
 
 def test_what_only_the_cpu_can_do_is_refused_by_name(device: OnDevice) -> None:
-    with pytest.raises(RequestError, match="load the bundle with device 'cpu'"):
+    with pytest.raises(RequestError, match="load the bundle with device='cpu'"):
         _ = device.engine.target
 
 
@@ -269,7 +278,7 @@ def test_the_plan_files_of_a_build_are_loaded(setup: Setup) -> None:
     gc.collect()
     assert closed == [True], "its memory goes with it, not with the process"
     setup.files["target"].note_path.unlink()
-    with pytest.raises(BuildError, match="no plan file of target for"):
+    with pytest.raises(BuildError, match="no plan files of target for"):
         setup.device()
     assert closed == [True, True], "nor does it stay where the rest is missing"
     assert eagle3.Engine(setup.bundle, 1, device).generate([5, 6], max_new_tokens=3).token_ids

@@ -224,7 +224,11 @@ BAD_REQUESTS: list[tuple[BatchRequest, type[RequestError], str]] = [
     (request("bad", [5, 64]), RequestError, "token id 64.*0 to 63"),
     (request("bad", [5, -1]), RequestError, "token id -1"),
     (request("bad", [0.5]), RequestError, "token ids"),  # type: ignore[list-item]
-    (request("bad", [5], 0), RequestError, "max_new_tokens is 0"),
+    (
+        request("bad", [5], 0),
+        RequestError,
+        "max_new_tokens must be an integer of at least 1, got 0",
+    ),
     (request("bad", [5], logit_bias={64: 1.0}), RequestError, "logit_bias names token id 64"),
 ]
 
@@ -244,7 +248,7 @@ def test_what_cannot_be_served_is_refused_by_key_before_anything_runs(
 
 @pytest.mark.parametrize("rows", [0, -1, True, 2.5])
 def test_rows_that_are_no_count_are_refused(bundle: Bundle, rows: Any) -> None:
-    with pytest.raises(RequestError, match="rows is"):
+    with pytest.raises(RequestError, match="rows must be an integer of at least 1, got"):
         BatchEngine(bundle, rows=rows)
 
 

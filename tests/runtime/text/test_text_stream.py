@@ -303,14 +303,20 @@ def test_no_stop_strings_hold_nothing() -> None:
 @pytest.mark.parametrize(
     ("stops", "message"),
     [
-        (["a", ""], r"stop\[1\] has 0 characters: give 1 to"),
-        (["x" * (MAX_STOP_CHARS + 1)], rf"stop\[0\] has {MAX_STOP_CHARS + 1} characters"),
-        (["a"] * (MAX_STOPS + 1), rf"stop has {MAX_STOPS + 1} strings: give at most {MAX_STOPS}"),
-        (["a", 3], r"stop\[1\] is 3: give a text"),
-        ([b"a"], r"stop\[0\] is b'a': give a text"),
-        ("END", r"stop is 'END': give a list"),
-        (None, r"stop is None: give a list"),
-        (7, r"stop is 7: give a list"),
+        (["a", ""], r"stop\[1\] must have 1 to 512 characters, got 0"),
+        (
+            ["x" * (MAX_STOP_CHARS + 1)],
+            rf"stop\[0\] must have 1 to {MAX_STOP_CHARS} characters, got {MAX_STOP_CHARS + 1}",
+        ),
+        (
+            ["a"] * (MAX_STOPS + 1),
+            rf"stop must have at most {MAX_STOPS} strings, got {MAX_STOPS + 1}",
+        ),
+        (["a", 3], r"stop\[1\] must be a string, got 3"),
+        ([b"a"], r"stop\[0\] must be a string, got b'a'"),
+        ("END", r"stop must be a list of strings, got 'END'"),
+        (None, r"stop must be a list of strings, got None"),
+        (7, r"stop must be a list of strings, got 7"),
     ],
 )
 def test_bad_stop_strings_are_refused(stops: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The commands pass on what was typed, and a user's mistake is one line."""
+"""Test that the training commands pass on their options and report a mistake in one line."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_option_of_the_recipe_reaches_it(data: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["--data", "nowhere"], "tokens.npy is missing"),
-        (["--data", "DATA", "--ttt-steps", "0"], "ttt_steps is 0"),
+        (["--data", "DATA", "--ttt-steps", "0"], "ttt_steps must be at least 1, got 0"),
         (["--data", "DATA", "--target", "/nowhere/model"], "no such folder"),
         (["--data", "DATA", "--aux-layers", "1,2,99"], "99"),
     ],

@@ -179,7 +179,9 @@ def test_a_full_disk_says_what_is_kept(
 
     monkeypatch.setattr(journal_module, "write_whole", full)
     every = tasks(texts)
-    with pytest.raises(DataError, match="No space left on device; what it holds is kept, 3 lines"):
+    with pytest.raises(
+        DataError, match="No space left on device; its earlier lines are kept, 3 of them"
+    ):
         write_answers(tmp_path, every, engine, texts.renderer)
     assert len(finished(tmp_path)) == 3
     left[0] = 100

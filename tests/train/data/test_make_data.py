@@ -170,13 +170,18 @@ def test_what_cannot_be_used_is_counted(asked: Asked, tmp_path: Path) -> None:
     request = asked(prompts=(tmp_path / "prompts.jsonl", path), evaluation=(bench,))
     said: list[str] = []
     counts = make_data(request, said.append).counts
-    assert counts["broken"] == {"empty prompt": 1, "no prompt": 1, "not JSON": 1, "not UTF-8": 1}
+    assert counts["broken"] == {
+        "prompt is empty": 1,
+        "prompt is missing": 1,
+        "not JSON": 1,
+        "not UTF-8": 1,
+    }
     assert (counts["read"], counts["duplicates"], counts["too_long"]) == (17, 1, 1)
     assert (counts["evaluation"], counts["answered"], counts["conversations"]) == (1, 10, 10)
     prompts = {row["prompt"] for row in answers.finished(request.output).values()}
     assert PROMPTS[3] not in prompts and "t60 t61" in prompts
     assert "1 prompts are too long for --max-len 96" in said
-    assert any(f"{path}, line 2: empty prompt" in line for line in said)
+    assert any(f"{path}, line 2: prompt is empty" in line for line in said)
 
 
 def test_nothing_left_is_an_error(asked: Asked, tmp_path: Path) -> None:
@@ -188,7 +193,7 @@ def test_nothing_left_is_an_error(asked: Asked, tmp_path: Path) -> None:
 def test_a_target_without_template(llama: Any, tmp_path: Path, asked: Asked) -> None:
     tokenizer = tiny.tiny_tokenizer(64, chat_template=None)
     folder = tiny.save_target(tmp_path / "plain", llama, tokenizer)
-    with pytest.raises(DataError, match="has no chat template: give --raw"):
+    with pytest.raises(DataError, match="has no chat template: add --raw"):
         make_data(asked(target=str(folder)))
     data = made(asked("raw", target=str(folder), raw=True, limit=3))
     firsts = [data.tokens[data.span(i)][:2].tolist() for i in range(3)]
@@ -311,7 +316,7 @@ def test_a_damaged_index_is_made_again(asked: Asked) -> None:
     assert open_features(request.output, kept) is not None
     shutil.rmtree(index.parent)
     index.parent.write_text("a file where the folder was")
-    with pytest.raises(DataError, match="features cannot be made"):
+    with pytest.raises(DataError, match="features cannot be created"):
         make_data(request)
 
 
@@ -339,7 +344,7 @@ def test_arrays_that_do_not_belong_together_are_refused(
 
 
 def test_layers_that_are_not_there(asked: Asked) -> None:
-    with pytest.raises(DataError, match="layer 9 is none of the target's: .* from 0 to 8"):
+    with pytest.raises(DataError, match="the target has no layer 9: .* from 0 to 8"):
         make_data(asked(features=True, aux_layer_ids=(1, 2, 9)))
 
 
@@ -395,18 +400,18 @@ def torchrun(request: DataRequest, *words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": 0}, "rows is 0: give at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"max_len": 16}, "max_len is 16: give more than 16"),
-        ({"long_share": 1.5}, "long_share is 1.5: give from 0 to 1"),
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be .*, got 0"),
+        ({"max_len": 16}, "max_len must be .*, got 16"),
+        ({"long_share": 1.5}, "long_share must be .*, got 1.5"),
         ({"temperatures": ()}, "temperatures"),
         ({"temperatures": (-1.0,)}, "temperatures"),
         ({"temperatures": (float("nan"),)}, "temperatures"),
-        ({"synthesize": -1}, "synthesize is -1"),
+        ({"synthesize": -1}, "synthesize must be .*, got -1"),
         ({"prompts": ()}, "give --prompts or --synthesize"),
-        ({"raw": True, "synthesize": 1}, "--raw leaves out the chat template"),
-        ({"bf16": True}, "give --features too"),
-        ({"aux_layer_ids": (1, 2, 3)}, "give --features too"),
+        ({"raw": True, "synthesize": 1}, "--raw disables the chat template"),
+        ({"bf16": True}, "add --features"),
+        ({"aux_layer_ids": (1, 2, 3)}, "add --features"),
     ],
 )
 def test_what_is_out_of_range_is_said(options: dict[str, Any], message: str) -> None:

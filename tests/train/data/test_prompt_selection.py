@@ -60,36 +60,42 @@ def test_messages_become_turns() -> None:
 BROKEN: list[tuple[bytes, str]] = [
     (b"{", "not JSON"),
     (b"[" * 100_000, "not JSON"),
-    (b"[1]", "no JSON object"),
-    (b"null", "no JSON object"),
+    (b"[1]", "not a JSON object"),
+    (b"null", "not a JSON object"),
     (b'{"prompt": "\xff"}', "not UTF-8"),
-    (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
-    (b"{}", "no prompt"),
-    (b'{"turns": []}', "no prompt"),
-    (b'{"turns": "a"}', "no prompt"),
-    (b'{"turns": [3]}', "prompt is no text"),
-    (b'{"prompt": 3}', "prompt is no text"),
-    (b'{"prompt": " \\n "}', "empty prompt"),
-    (b'{"prompt": "a", "source": 3}', "source is no text"),
-    (b'{"prompt": "a", "answer": 3}', "answer is no text"),
-    (b'{"prompt": "a", "answer": ""}', "empty answer"),
-    (b'{"prompt": "a", "answer": "", "answer_ids": []}', "empty answer"),
-    (b'{"prompt": "a", "answer": "b", "answer_ids": "5"}', "answer_ids is no list of token ids"),
-    (b'{"prompt": "a", "answer": "b", "answer_ids": [true]}', "answer_ids is no list of token ids"),
-    (b'{"prompt": "a", "answer": "b", "ended": 1}', "ended is neither true nor false"),
-    (b'{"prompt": "a", "answer": "b", "temperature": "hot"}', "temperature is no number"),
-    (b'{"messages": []}', "messages is no list of messages"),
-    (b'{"messages": "a"}', "messages is no list of messages"),
-    (b'{"messages": ["a"]}', "a message is no object"),
-    (b'{"messages": [{"role": "user"}]}', "a message without role and content, both texts"),
-    (b'{"messages": [{"role": "user", "content": ""}]}', "empty prompt"),
+    (b'{"prompt": "\\ud800"}', "unpaired surrogate"),
+    (b"{}", "prompt is missing"),
+    (b'{"turns": []}', "prompt is missing"),
+    (b'{"turns": "a"}', "prompt is missing"),
+    (b'{"turns": [3]}', "prompt is not a string"),
+    (b'{"prompt": 3}', "prompt is not a string"),
+    (b'{"prompt": " \\n "}', "prompt is empty"),
+    (b'{"prompt": "a", "source": 3}', "source is not a string"),
+    (b'{"prompt": "a", "answer": 3}', "answer is not a string"),
+    (b'{"prompt": "a", "answer": ""}', "answer is empty"),
+    (b'{"prompt": "a", "answer": "", "answer_ids": []}', "answer is empty"),
+    (b'{"prompt": "a", "answer": "b", "answer_ids": "5"}', "answer_ids is not a list of integers"),
+    (
+        b'{"prompt": "a", "answer": "b", "answer_ids": [true]}',
+        "answer_ids is not a list of integers",
+    ),
+    (b'{"prompt": "a", "answer": "b", "ended": 1}', "ended is not true or false"),
+    (b'{"prompt": "a", "answer": "b", "temperature": "hot"}', "temperature is not a number"),
+    (b'{"messages": []}', "messages is not a list of messages"),
+    (b'{"messages": "a"}', "messages is not a list of messages"),
+    (b'{"messages": ["a"]}', "a message is not an object"),
+    (
+        b'{"messages": [{"role": "user"}]}',
+        "role or content of a message is missing or not a string",
+    ),
+    (b'{"messages": [{"role": "user", "content": ""}]}', "prompt is empty"),
     (
         b'{"messages": [{"role": "assistant", "content": "a"}]}',
-        "messages are not user and assistant in turn",
+        "messages do not alternate between user and assistant",
     ),
     (
         b'{"messages": [{"role": "system", "content": "a"}]}',
-        "messages are not user and assistant in turn",
+        "messages do not alternate between user and assistant",
     ),
 ]
 
@@ -133,9 +139,9 @@ def test_broken_lines_are_counted_and_named_and_the_rest_is_used(tmp_path: Path)
     selection = selected(path)
     assert [entry.prompt for entry in selection.entries] == ["a", "b"]
     assert selection.counts.read == 10
-    assert selection.counts.broken == {"not JSON": 7, "no prompt": 1}
+    assert selection.counts.broken == {"not JSON": 7, "prompt is missing": 1}
     lines = selection.counts.lines()
-    assert lines[0] == "10 lines read, 8 broken (not JSON: 7, no prompt: 1)"
+    assert lines[0] == "10 lines read, 8 invalid (not JSON: 7, prompt is missing: 1)"
     assert lines[1] == f"{path}, line 2: not JSON" and "... and 3 more" in lines
 
 
@@ -151,7 +157,7 @@ def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
 def test_a_file_without_a_prompt_is_an_error(tmp_path: Path, content: bytes) -> None:
     good, bad = write(tmp_path / "good.jsonl", {"prompt": "a"}), tmp_path / "bad.jsonl"
     bad.write_bytes(content)
-    with pytest.raises(DataError, match=r"bad\.jsonl holds no prompt"):
+    with pytest.raises(DataError, match=r"bad\.jsonl contains no usable prompt"):
         selected(good, bad)
 
 
@@ -256,7 +262,7 @@ def test_an_evaluation_line_that_is_not_understood_is_an_error(tmp_path: Path, l
 
 
 def test_an_evaluation_file_without_prompts_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no evaluation prompt"):
+    with pytest.raises(DataError, match="contains no evaluation prompt"):
         read_evaluation([write(tmp_path / "e.jsonl")])
     with pytest.raises(DataError, match="cannot be read"):
         read_evaluation([Path(os.devnull) / "e.jsonl"])

@@ -58,7 +58,7 @@ def test_the_template_up_to_the_users_text(texts: TargetTexts, turn: UserTurn) -
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }} t1", "t3", "{{ 'x' }}"])
 def test_a_template_without_a_beginning(texts: TargetTexts, template: str) -> None:
-    with pytest.raises(DataError, match="leave out --synthesize"):
+    with pytest.raises(DataError, match="remove --synthesize"):
         user_turn(texts.tokenizer, ChatTemplate(template, {}), [1])
 
 
@@ -100,7 +100,7 @@ def test_it_gives_up_after_four_tries_each(
         tmp_path, 3, 0, turn, texts.tokenizer, lambda: engine, Processes(), said.append
     )
     assert prompts == ["t5 t6 t7"] and len(engine.asked) == 12
-    assert said[-1] == "1 prompts synthesized of 3 wanted, in 12 tries"
+    assert said[-1] == "synthesized 1 of 3 requested prompts in 12 tries"
 
 
 @pytest.mark.parametrize("stop", [0, 1, 3])
@@ -132,7 +132,7 @@ def test_another_seed_makes_other_prompts(
 
 def test_a_line_that_is_no_try(tmp_path: Path, texts: TargetTexts, turn: UserTurn) -> None:
     (tmp_path / "synthesized.jsonl").write_text('{"try": 0}\n')
-    with pytest.raises(DataError, match="without try, seed and text"):
+    with pytest.raises(DataError, match="lacks try, seed or text"):
         made(tmp_path, texts, turn, Scripted({}), 1)
 
 

@@ -100,7 +100,7 @@ def test_a_kept_bundle_is_of_this_head(request_: EvalRequest, shallow: Any, tmp_
     evaluate(few)
     assert (tmp_path / "kept" / "manifest.json").stat().st_mtime_ns != before
     (tmp_path / "foreign").mkdir()
-    with pytest.raises(DataError, match="was not made by this command"):
+    with pytest.raises(DataError, match="was not created by this command"):
         evaluate(replace(few, bundle=tmp_path / "foreign"))
 
 
@@ -158,12 +158,12 @@ def test_a_head_of_other_data_says_so(
         assert "may have seen" in said.pop() and not said
     eagle1 = train_head(TrainRequest(data, tmp_path / "eagle1", replace(recipe, method="eagle1")))
     assert held_out_agreement(replace(request, draft=eagle1), said.append) == ()
-    assert "--data is not used" in said.pop()
+    assert "--data is ignored" in said.pop()
 
 
 def test_no_prompt_of_a_file_is_an_error(request_: EvalRequest) -> None:
     for count in (0, -1):
-        with pytest.raises(DataError, match=f"num_prompts is {count}"):
+        with pytest.raises(DataError, match=f"num_prompts must be at least 1, got {count}"):
             replace(request_, num_prompts=count)
 
 
