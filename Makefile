@@ -17,7 +17,7 @@ demo: $(BUNDLE)/manifest.json
 	$(BIN)/eagle3 run "$(BUNDLE)" --compare --max-new-tokens 256 -- "$$PROMPT"
 
 test: .venv/installed .venv-runtime/installed $(TARGET) lint
-	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" OMP_NUM_THREADS=1 \
+	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=None \
 		$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed
