@@ -24,7 +24,7 @@ import eagle3
 
 @dataclass
 class Sum:
-    """Results of one way to decode, added up."""
+    """The accumulated results of one way to decode."""
 
     results: list[eagle3.Result] = field(default_factory=list)
 
@@ -56,7 +56,9 @@ def prompts_of(path: Path, first: int) -> list[str]:
 
 
 def long_prompts(engine: eagle3.Engine, prompts: Sequence[str], context: int) -> list[str]:
-    """The prompts one after the other, cut to about `context` tokens, one start for each."""
+    """Return the prompts concatenated and cut to about `context` tokens, each starting at another
+    prompt.
+    """
     longer = []
     for start in range(len(prompts)):
         text = "\n\n".join([*prompts[start:], *prompts[:start]] * (context // 50 + 1))
@@ -103,7 +105,7 @@ def main(
 
 
 def sizes(tree: str) -> dict[str, int]:
-    """The three draft sizes of K,D,N; none of them for the bundle's own plan."""
+    """Return the three draft sizes of K,D,N, or none for the bundle's own plan."""
     if tree == "plan":
         return {}
     names = ("draft_top_k", "draft_depth", "num_draft_tokens")

@@ -34,7 +34,7 @@ from eagle3.runtime.text.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class Measured:
-    """The answers of one way to decode, by prompt, and what they took."""
+    """The answers of one way to decode, by prompt, and their time."""
 
     token_ids: list[tuple[int, ...]]
     seconds: float
@@ -58,7 +58,7 @@ class Measured:
 
 
 def prompts_of(path: Path, bundle: Bundle, first: int) -> list[list[int]]:
-    """Token ids of the first prompts of a file."""
+    """Return the token ids of the first prompts of a file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()[:first]]
     tokenizer, source = load_tokenizer(bundle), bundle.chat_template()
     manifest = bundle.manifest
@@ -88,7 +88,7 @@ def ours(
 def theirs(
     model: Any, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, rows: int
 ) -> Measured:
-    """`model.generate` on batches; what stands behind a row's end is not counted."""
+    """Run `model.generate` on batches. Tokens after the end of a row are not counted."""
     torch.manual_seed(0)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if temperature > 0:
@@ -117,7 +117,7 @@ def theirs(
 
 
 def cut(ids: Sequence[int], ends: set[int]) -> tuple[int, ...]:
-    """Up to and including the first end token."""
+    """Return the ids up to and including the first end token."""
     stop = next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids))
     return tuple(ids[:stop])
 

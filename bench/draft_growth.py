@@ -24,13 +24,13 @@ import eagle3
 
 
 def _now() -> NDArray[np.float64]:
-    """Milliseconds by the clock, and of this process on all cores."""
+    """Return milliseconds of wall-clock time, and of this process on all cores."""
     return np.array([time.perf_counter(), time.process_time()]) * 1e3
 
 
 @dataclass
 class Way:
-    """One way to grow: what each proposal and each round took."""
+    """One way to grow a tree, with the time of each proposal and each round."""
 
     growth: Any
     proposals: list[NDArray[np.float64]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Way:
     texts: list[list[int]] = field(default_factory=list)
 
     def run(self, engine: eagle3.Engine, prompt: str, max_new_tokens: int) -> None:
-        """Decodes greedily and adds to the lists."""
+        """Decode greedily and append to the lists."""
         drafter: Any = engine.drafter(engine.default_drafter)
         drafter._growth = self.growth
         propose = type(drafter).propose
@@ -50,7 +50,7 @@ class Way:
             return tree
 
         drafter.propose = timed
-        # Naming the drafter keeps it from resting.
+        # Naming the drafter disables the fallback to plain decoding.
         options: Any = {"drafter": drafter.name, "max_new_tokens": max_new_tokens}
         tokens: list[int] = []
         last = None
@@ -64,7 +64,7 @@ class Way:
         self.texts.append(tokens)
 
     def medians(self) -> NDArray[np.float64]:
-        """[2,2]: proposal and round, by the clock and of the process."""
+        """Return [2,2]: proposal and round, in wall-clock and in process time."""
         return np.array([np.median(x, axis=0) for x in (self.proposals, self.rounds)])
 
 

@@ -28,7 +28,7 @@ ROWS = (1, 2, 6, 12, 16, 64)
 class Experts:
     """Random weights [E,K,M], and a graph for each way to use them.
 
-    Letters: R rows, k experts a row, E experts, d hidden, I width. Graph inputs: x [R,d], chosen
+    Letters: R rows, k experts per row, E experts, d hidden, I width. Graph inputs: x [R,d], chosen
     [R,k] int64, weights [R,k]; output [R,d].
     """
 
@@ -130,7 +130,9 @@ class Experts:
         return self.weighted(nodes, out, weights)
 
     def operator(self, nodes: Nodes, constant: Any, x: Any, chosen: Any, weights: Any) -> Any:
-        """Its softmax is undone by a logarithm: weights come normalised."""
+        """A logarithm cancels the operator's softmax, because the weights are already
+        normalized.
+        """
         logs = nodes.add("Log", self.routing(nodes, chosen, weights))
         logs = nodes.add("Max", logs, constant(np.float32(-1e4)))
         gates = self.up.transpose(0, 2, 1).reshape(self.e, 2, self.i, self.d).transpose(0, 2, 1, 3)

@@ -31,7 +31,7 @@ from typing import Any
 
 import click
 
-PACKAGES = {  # backend -> what has to be there: module, package
+PACKAGES = {  # backend -> required (module, package)
     "ort-cuda": ("onnxruntime", "onnxruntime-gpu"),
     "tensorrt": ("tensorrt", "tensorrt"),
     "tensorrt-rtx": ("tensorrt_rtx", "tensorrt-rtx"),
@@ -44,10 +44,11 @@ RULES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Equality:
-    """One rule on all prompts. margins: at each divergence, the two likeliest tokens' distance.
+    """One rule on all prompts. margins: at each divergence, the distance of the two most likely
+    tokens.
 
-    A divergence is a failure where its margin exceeds the noise. Which drawn tokens were nearly
-    others the margin cannot say: of those, only float32's must be equal.
+    A divergence is a failure if its margin exceeds the noise. For sampled tokens the margin is not
+    meaningful, so only float32 must be equal.
     """
 
     rule: str
@@ -66,8 +67,9 @@ class Equality:
 
 @dataclass
 class Row:
-    """One bundle under one backend. Times in milliseconds; host_ms: of a round, outside its halves
-    on the device."""
+    """One bundle under one backend. Times in milliseconds. host_ms: of a round, outside its halves
+    on the device.
+    """
 
     bundle: str
     backend: str
@@ -89,7 +91,7 @@ class Row:
 
 
 def find_gpu() -> str | None:
-    """Why there is no GPU, found without any package; None where there is one."""
+    """Return why there is no GPU, found without any package, or None if there is one."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -101,7 +103,7 @@ def find_gpu() -> str | None:
 
 
 def check_kernels(cubin: Path | None) -> str:
-    """Random rounds without a model, on the device, against the same in Python."""
+    """Compare random rounds without a model on the device with the same rounds in Python."""
     from gpu_kernels import KernelCheck
 
     from eagle3.runtime.gpu.cuda_driver import CudaDriver
@@ -116,7 +118,7 @@ def check_kernels(cubin: Path | None) -> str:
 
 
 def install(wheels: Path | None, backends: Sequence[str]) -> None:
-    """Installs what cannot be imported, from the folder alone."""
+    """Install packages that cannot be imported, from the folder alone."""
     needed = {"cuda": "cuda-bindings", "nvidia": "nvidia-cuda-nvrtc"}
     needed |= dict(PACKAGES[backend] for backend in backends)
     missing = [package for module, package in needed.items() if not _there(module)]
@@ -130,7 +132,7 @@ def _there(module: str) -> bool:
 
 
 def installed_backends() -> list[str]:
-    """Those that can be tried here."""
+    """Return the backends that can be tried on this machine."""
     from eagle3.runtime.gpu.ort_cuda_engine import has_cuda_provider
 
     found = [name for name, (module, _) in PACKAGES.items() if _there(module)]
@@ -138,7 +140,7 @@ def installed_backends() -> list[str]:
 
 
 def load(bundle: str, backend: str) -> Any:
-    """The bundle's engine; plan files are built first where there are none that fit."""
+    """Return the bundle's engine. Plan files are built first if none fit."""
     import eagle3
     from eagle3.runtime.errors import BuildError
 
@@ -152,7 +154,7 @@ def load(bundle: str, backend: str) -> Any:
 
 
 def check(engine: Any, prompts: Sequence[str], rule: str, options: dict[str, Any]) -> Equality:
-    """Texts with a draft against texts without."""
+    """Compare texts with a draft with texts without."""
     found = Equality(rule, engine.plan.dtype)
     for seed, prompt in enumerate(prompts):
         asked = {**options, **RULES[rule], "seed": seed}
@@ -180,7 +182,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def margin(logprobs: Any, at: int) -> float:
-    """How far the two likeliest tokens are apart."""
+    """Return the distance of the two most likely tokens."""
     if at >= len(logprobs) or len(logprobs[at].top) < 2:
         return float("inf")
     (_, first), (_, second) = logprobs[at].top[:2]
@@ -188,7 +190,7 @@ def margin(logprobs: Any, at: int) -> float:
 
 
 def measure(engine: Any, prompts: Sequence[str], row: Row, options: dict[str, Any]) -> None:
-    """Speed in turn, plain and with a draft; what the rounds cost."""
+    """Measure speed alternately, plain and with a draft, and the cost of rounds."""
     tokens, times, rounds, committed = [0, 0], [0.0, 0.0], 0, 0.0
     before = None
     for prompt in prompts:
@@ -284,14 +286,14 @@ def main(
 
 
 def write_cubin(capability: str, path: str) -> None:
-    """Compiles the kernels, which needs no GPU."""
+    """Compile the kernels, which needs no GPU."""
     from eagle3.runtime.gpu.kernels import compile_kernels
 
     Path(path).write_bytes(compile_kernels(capability))
 
 
 def check_bundle(bundle: str, backend: str, end: float, first: int, options: dict[str, Any]) -> Row:
-    """Everything about one bundle that can still be started before `end`."""
+    """Measure everything about one bundle that can be started before `end`."""
     from eagle3.runtime.text.prompt_files import PROMPTS
 
     row = Row(bundle, backend)

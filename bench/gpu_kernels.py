@@ -1,8 +1,9 @@
 """The kernels and the driver alone on a GPU: captured rounds over random trees, against Python.
 
-What `gpu_check.py` does first, as it needs neither TensorRT nor a model: cuda-bindings, and NVRTC
-or a cubin that was compiled elsewhere (`--cubin`). Trees and the target's choices are random; what
-a round must leave in caches, draft rows and lengths is reckoned with the runtime's own `accept`.
+`gpu_check.py` runs this first, because it needs neither TensorRT nor a model, only cuda-bindings
+and NVRTC, or a cubin compiled elsewhere (`--cubin`). Trees and the target's choices are random.
+What a round must leave in caches, draft rows and lengths is computed with the runtime's own
+`accept`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from eagle3.runtime.gpu.kernels import Kernels
 from eagle3.runtime.trees.tree import Tree
 
 WIDTH, VOCAB, HEADS, SLOTS, WORDS, LAYERS, FEATURES = 60, 11, 4, 512, 32, 6, 48
-ROOM = 128  # rows that may wait for the draft
-FUSED, LAYER_WORDS = (2, 0), 12  # which layers of a row of features the draft reads
+ROOM = 128  # rows that can wait for the draft
+FUSED, LAYER_WORDS = (2, 0), 12  # the layers of a row of features that the draft reads
 DRAFT_FEATURES = len(FUSED) * LAYER_WORDS
 
 
 @dataclass
 class Mirror:
-    """What the device must hold, reckoned on the host."""
+    """The expected content of the device, computed on the host."""
 
     caches: NDArray[np.uint32]  # [2 * LAYERS, HEADS, SLOTS, WORDS]
     past: int = 0
@@ -35,7 +36,7 @@ class Mirror:
 
 
 class KernelCheck:
-    """One round without a model, captured; `run` replays it over random trees."""
+    """One captured round without a model. `run` replays it over random trees."""
 
     def __init__(self, driver: Driver, image: bytes, seed: int = 0) -> None:
         self.driver, self._rng = driver, np.random.default_rng(seed)
@@ -60,13 +61,13 @@ class KernelCheck:
         self._make("tree_mask", WIDTH * WIDTH, np.uint8)
         self._make("features", WIDTH * FEATURES, np.uint32)
         self._make("draft_features", ROOM * DRAFT_FEATURES, np.uint32)
-        self._make("cache", HEADS * SLOTS * WORDS, np.uint32)  # the host side of any of them
+        self._make("cache", HEADS * SLOTS * WORDS, np.uint32)  # the host side of any cache
         size = 4 * HEADS * SLOTS * WORDS
         self._caches = [driver.allocate(size, "a cache") for _ in range(2 * LAYERS)]
         shape = (2 * LAYERS, HEADS, SLOTS, WORDS)
         self.mirror = Mirror(self._rng.integers(0, 1 << 32, shape).astype(np.uint32))
         self._fill()
-        self._issue()  # the first launch of a kernel loads it, which no capture may hold
+        self._issue()  # the first launch of a kernel loads it, which is not allowed in a capture
         driver.synchronize()
         with driver.capture() as graphs:
             self._issue()
@@ -74,19 +75,22 @@ class KernelCheck:
         self._graph = graphs[0]
 
     def run(self, num_rounds: int) -> int:
-        """Raises AssertionError where the device differs; how many draft tokens were accepted."""
+        """Replay rounds and return the number of accepted draft tokens.
+
+        Raises AssertionError if the device differs.
+        """
         accepted = sum(self._round() for _ in range(num_rounds))
         for index, cache in enumerate(self._caches):
             self.driver.download(self._buffer("cache"), cache.address, cache.num_bytes)
             self.driver.synchronize()
             found = self._host["cache"].reshape(HEADS, SLOTS, WORDS)
-            # Rows behind the text are garbage, on the device and here alike.
+            # Rows after the text are garbage, on the device and here alike.
             kept = slice(0, self.mirror.past)
             np.testing.assert_array_equal(found[:, kept], self.mirror.caches[index][:, kept])
         return accepted
 
     def _round(self) -> int:
-        """One replay over a tree and a target that agrees with it now and then."""
+        """Replay one round over a tree and a target that sometimes agrees with it."""
         own, rng = self.mirror, self._rng
         if own.past + WIDTH > SLOTS or own.waiting + WIDTH > ROOM:
             own.waiting = 0
@@ -150,7 +154,7 @@ class KernelCheck:
         return Tree(np.array(tokens, np.int64), np.array(parents, np.int32))
 
     def _issue(self) -> None:
-        """The target half of a round, less the target."""
+        """Issue the target half of a round, without the target."""
         at = {name: buffer.address for name, buffer in self._device.items()}
         launch = self._kernels.launch
         tree = (at["tokens"], at["parents"], at["num_nodes"], at["settings"], at["root"])
@@ -170,7 +174,7 @@ class KernelCheck:
         launch("advance", at["chosen"], at["past_len"], at["root"], threads=1)
 
     def _fill(self) -> None:
-        """Everything that the first round reads; nothing is accepted in the warm-up."""
+        """Fill everything that the first round reads. The warm-up accepts nothing."""
         for cache, values in zip(self._caches, self.mirror.caches, strict=True):
             self._host["cache"][:] = values.ravel()
             self.driver.upload(cache.address, self._buffer("cache"), cache.num_bytes)
@@ -182,7 +186,7 @@ class KernelCheck:
         self._issue()
         self.driver.synchronize()
         self._put("settings", [WIDTH, 1])
-        self._put("next_token", np.full(WIDTH, -1))  # spoiled: still nothing is kept
+        self._put("next_token", np.full(WIDTH, -1))  # NaN logits: nothing is kept
         self.driver.synchronize()
 
     def _make(self, name: str, count: int, dtype: Any) -> None:
@@ -195,7 +199,7 @@ class KernelCheck:
         return self._host[f"{name} pinned"]
 
     def _put(self, name: str, values: Any) -> None:
-        """Uploads; the next wait comes before the next `_put` of this name."""
+        """Upload values. A wait must precede the next `_put` of the same name."""
         self._host[name][: len(values)] = values
         num_bytes = len(values) * self._host[name].itemsize
         self.driver.upload(self._device[name].address, self._buffer(name), num_bytes)

@@ -43,7 +43,7 @@ HARMLESS = {"launch", "copy on the device", "fill"}
 
 
 def build(provider: Path, include: Path, folder: Path) -> None:
-    """Libraries under the names that the provider was linked with, all from one source."""
+    """Build libraries under the names that the provider was linked with, all from one source."""
     listed = subprocess.run(
         ["nm", "-D", "--undefined-only", str(provider)], capture_output=True, text=True, check=True
     )
@@ -67,7 +67,7 @@ def build(provider: Path, include: Path, folder: Path) -> None:
 
 
 class Watch:
-    """Reads what the CUDA runtime says it was asked for."""
+    """Reads the log of CUDA runtime calls."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -79,7 +79,7 @@ class Watch:
         return str(self._write)
 
     def seen(self) -> Counter[str]:
-        """Since it was last asked."""
+        """Return the calls since the previous read."""
         said = b""
         while True:
             try:
@@ -89,7 +89,7 @@ class Watch:
 
 
 def session(library: Any, path: str, own_graphs: bool) -> Any:
-    """As the runtime makes it, or besides with the provider's own graphs."""
+    """Create a session as the runtime does, or with the provider's own graphs."""
     from eagle3.runtime.gpu import ort_cuda_engine as ort_engine
 
     settings = ort_engine.provider_options(STREAM)
@@ -100,7 +100,7 @@ def session(library: Any, path: str, own_graphs: bool) -> Any:
 
 
 def binding(made: Any, width: int, kept: list[Any]) -> Any:
-    """Every tensor somewhere, a cache's past and present in one place."""
+    """Bind every tensor to some memory, with a cache's past and present at one address."""
     io, places, sizes = made.io_binding(), {}, {"B": 1, "N": width, "M": width}
     for bind, values in (
         (io.bind_input, made.get_inputs()),
@@ -118,7 +118,7 @@ def binding(made: Any, width: int, kept: list[Any]) -> Any:
 
 
 def report(library: Any, path: str, width: int, watch: Watch) -> Iterator[tuple[str, bool]]:
-    """Lines about one graph, and whether each is as it must be."""
+    """Yield lines about one graph, and whether each is as expected."""
     for own_graphs in (False, True):
         made, asked, kept = session(library, path, own_graphs), library.run_options(), []
         if own_graphs:
@@ -152,7 +152,7 @@ def engines(bundle: str) -> Iterable[str]:
 
 
 def watched(bundle: str, wheel: str, width: int) -> bool:
-    """In a process whose CUDA libraries are ours."""
+    """Run the checks in a process whose CUDA libraries are replaced."""
     sys.path.insert(0, wheel)
     watch = Watch()
     os.environ["CUDA_ON_HOST"] = watch.number
@@ -161,7 +161,7 @@ def watched(bundle: str, wheel: str, width: int) -> bool:
 
     library, well = OrtCuda(), True
     driver: Any = SimpleNamespace(stream=STREAM)
-    load_ort_engines(Bundle.open(bundle), library, driver)  # its tensors are compared too
+    load_ort_engines(Bundle.open(bundle), library, driver)  # this also compares the tensors
     for path in engines(bundle):
         version = library.module.__version__
         click.echo(f"{Path(path).name}: every node on the GPU, onnxruntime-gpu {version}")

@@ -53,7 +53,9 @@ def main(
 
 
 def first_layers(teacher: Target, count: int) -> Any:
-    """A model with the teacher's first layers and everything around them. Raises ExportError."""
+    """Return a model with the teacher's first layers and everything around them. Raises
+    ExportError.
+    """
     if not 1 <= count <= teacher.kv.num_layers:
         raise ExportError(
             f"layers is {count}, the target has {teacher.kv.num_layers}: give 1 to that many"
@@ -72,14 +74,14 @@ def first_layers(teacher: Target, count: int) -> Any:
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a prompt and of what the target answered."""
+    """Token ids of a prompt and of the target's answer."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 def read_texts(path: Path, tokenizer: Any) -> list[Text]:
-    """Every line's `prompt`, as the chat template writes it, and `answer_ids`."""
+    """Return `prompt`, rendered by the chat template, and `answer_ids` of every line."""
     texts = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -93,9 +95,10 @@ def read_texts(path: Path, tokenizer: Any) -> list[Text]:
 def distill(
     student: Any, teacher: Any, texts: Sequence[Text], minutes: float, max_tokens: int
 ) -> None:
-    """Cross-entropy against the teacher's distribution over the answers, a text a step.
+    """Train with cross-entropy against the teacher's distribution over the answers, one text per
+    step.
 
-    Embeddings, norm and head stay as they are.
+    Embeddings, norm and head stay unchanged.
     """
     student.train().requires_grad_(False)
     trained = [p.requires_grad_(True) for p in student.base_model.layers.parameters()]
@@ -124,7 +127,7 @@ def distill(
 
 
 def _endless(texts: Sequence[Text]) -> Iterator[Text]:
-    """All texts in random order, over and over."""
+    """Yield all texts in random order, repeatedly."""
     generator = torch.Generator().manual_seed(0)
     while True:
         for index in torch.randperm(len(texts), generator=generator).tolist():

@@ -33,7 +33,7 @@ COLUMNS = ("variant", "share", "shape", "task", "prompts", "rounds", "tau")
 
 @dataclass(frozen=True)
 class Variant:
-    """A head to train: its recipe, and the share of the data that it sees."""
+    """A head to train: its recipe, and the fraction of the data that it uses."""
 
     name: str
     recipe: Recipe
@@ -41,7 +41,7 @@ class Variant:
 
 
 def variants(base: Recipe, steps: int) -> Iterator[Variant]:
-    """The ablation, the quickest first; then what is missing of tau against data."""
+    """Yield the ablation, the fastest first, then the remaining variants of tau against data."""
     eagle1 = replace(base, method="eagle1", ttt_steps=1)
     eagle3 = replace(base, ttt_steps=steps)
     yield Variant("no feature loss", replace(base, fusion=False, ttt_steps=1))
@@ -102,7 +102,7 @@ def _measured(table: Path) -> set[tuple[str, float]]:
 
 
 def _measure(variant: Variant, request: EvalRequest, table: Path) -> None:
-    """Decodes, the ablation's heads with both shapes; appends a row for each shape and task."""
+    """Decode (the ablation's heads with both tree shapes) and append a row per shape and task."""
     bundle, rows = request.draft / "bundle", []
     for shape, tree in TREES.items():
         if shape == "chain" and variant.share < 1:
@@ -178,7 +178,7 @@ def _mean(rows: Sequence[dict[str, str]], name: str) -> float:
 
 
 def _weighted(rows: Sequence[dict[str, str]], name: str) -> float:
-    """Mean over rounds."""
+    """Return the mean over rounds."""
     rounds = sum(float(row["rounds"]) for row in rows)
     return sum(float(row[name] or 0) * float(row["rounds"]) for row in rows) / rounds
 

@@ -21,7 +21,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(folder: Path) -> Path:
-    """The GGUF file in `folder`, downloaded unless it is there."""
+    """Return the GGUF file in `folder`, downloaded unless it already exists."""
     target = folder / Path(MEMBER).name
     if target.is_file() and _sha256(target) == SHA256:
         return target
