@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import onnx_ir as ir
+import torch
 
+from eagle3.export.checks.quality import measure_quality
+from eagle3.export.checks.reference import num_threads
 from eagle3.export.checks.self_check import SelfCheck, check_bundle
 from eagle3.export.drafts.draft_source import Draft, DraftSource, is_causal_lm, load_draft
 from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import save
-from eagle3.export.graphs.weights import StoredGraph, quantize_int8, store_for_matmul, unshare_int8
+from eagle3.export.graphs.weights import StoredGraph, embedding_name, quantize_int8, unshare_int8
 from eagle3.export.heads.assume import parse_assumptions
+from eagle3.export.int8.int8_products import (
+    Rounded,
+    quantize_lookups,
+    quantize_products,
+    unquantized_names,
+)
+from eagle3.export.int8.int8_reference import ModelWeights
+from eagle3.export.int8.rounding import calibration_tokens, rounded_weights
 from eagle3.export.publish import check_output, publish, staging
 from eagle3.export.targets.target import Target, load_target, trace_target
 from eagle3.export.targets.tokenizer_files import write_tokenizer
@@ -36,6 +47,8 @@ from eagle3.runtime.bundle.manifest import (
 )
 from eagle3.runtime.errors import ExportError
 from eagle3.runtime.ort.growth_engine import ENGINE as GROWTH
+from eagle3.runtime.ort.target_engine import TargetEngine
+from eagle3.runtime.stats import Clock
 
 Report = Callable[[str], None]
 Drafts = Mapping[str, Draft]  # by name in the bundle, the default first
@@ -57,6 +70,8 @@ class ExportRequest:
     assume: tuple[str, ...] = ()
     trust_remote_code: bool = False
     force: bool = False
+    calibration: Path | None = None
+    accept_quality: bool = False
     command: str = "eagle3 export"
 
 
@@ -101,7 +116,7 @@ def export_bundle(
         refuse_name_twice(name, drafts)
         drafts[name] = draft
     with staging(request.output) as folder:
-        engines = _write_engines(folder, target, drafts, plan, report)
+        engines = _write_engines(folder, target, drafts, plan, request.calibration, report)
         check_device_graphs(folder, engines, plan)
         check = _finish(folder, target, drafts, engines, request, report)
         check_output(request.output, request.force)  # again, since much time has passed
@@ -147,7 +162,12 @@ def refuse_name_twice(name: str, others: Mapping[str, Any]) -> None:
 
 
 def _write_engines(
-    folder: Path, target: Target, drafts: Drafts, plan: Plan, report: Report
+    folder: Path,
+    target: Target,
+    drafts: Drafts,
+    plan: Plan,
+    calibration: Path | None,
+    report: Report,
 ) -> dict[str, EngineInfo]:
     """Write the target, which outputs all layers that the drafts fuse, and the engines of each
     draft.
@@ -155,12 +175,26 @@ def _write_engines(
     report(f"tracing {target.architecture} ({plan.lowering} lowering)")
     lowering = LOWERINGS[plan.lowering]
     model = trace_target(target, lowering, _aux_layer_ids(drafts), plan.cache_capacity)
-    store_for_matmul(model)
+    if plan.target_weights == "int8":
+        quantize_products(model, _rounded(target, calibration, report))
     stored = StoredGraph(model, save(model, folder / "target.onnx"))
     engines = {"target": _describe(model, "target.onnx")}
     for name, draft in drafts.items():
         engines |= write_draft(folder, name, draft, target, stored, plan, report)
     return engines
+
+
+def _rounded(target: Target, calibration: Path | None, report: Report) -> Rounded:
+    """Return the int8 weights by their names in the graph, rounded on a calibration text."""
+    for name, parameter in target.model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ExportError(
+                f"target {target.source}: {name} has values that are not finite, which int8 cannot"
+                " represent: export it with --weights same"
+            )
+    found = rounded_weights(target, calibration_tokens(target, calibration), report)
+    weights = ModelWeights(target.model)
+    return lambda name: found.get(weights[name].data_ptr())
 
 
 def check_device_graphs(folder: Path, engines: Mapping[str, EngineInfo], plan: Plan) -> None:
@@ -190,8 +224,12 @@ def write_draft(
     report(f"tracing the draft {name}")
     engines = {}
     written: dict[str, ir.ExternalTensor] = {}
+    embedding = None
     for role, graph in draft.engines(target, plan).items():
-        store_for_matmul(graph)
+        if role == "draft" and plan.target_weights == "int8" and draft.reads_target_embedding:
+            embedding = embedding_name(graph)
+        if embedding is not None:
+            quantize_lookups(graph, embedding, stored.graph)
         is_int8 = plan.draft_weights == "int8"
         if is_int8:
             quantize_int8(graph)
@@ -254,9 +292,26 @@ def _finish(
         self_check={},
     )
     write_manifest(folder, manifest)
+    if request.plan.target_weights == "int8":
+        quality = _quality(folder, target, request, report)
     check = compare(folder, target, drafts, report)
+    if request.plan.target_weights == "int8":
+        check.engines |= quality
     write_manifest(folder, replace(with_checks(manifest, check), self_check=check.engines))
     return check
+
+
+def _quality(
+    folder: Path, target: Target, request: ExportRequest, report: Report
+) -> dict[str, Any]:
+    """Return the facts about the quantization that the manifest contains."""
+    report("comparing the int8 target with the original")
+    bundle = Bundle.open(folder)
+    quality = measure_quality(TargetEngine(bundle, num_threads(), Clock()), target)
+    if not request.accept_quality:
+        quality.refuse_low()
+    graph = ir.load(bundle.path(bundle.manifest.engines["target"].file))
+    return {"quality": quality.to_json(), "not_quantized": unquantized_names(graph)}
 
 
 def compare(folder: Path, target: Target, drafts: Drafts, report: Report) -> SelfCheck:

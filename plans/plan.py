@@ -243,10 +243,10 @@ def _unbuilt_reasons(plan: Plan) -> tuple[str, ...]:
             f"batch is {plan.batch}, but every backend drafts for one sequence per call: use"
             " batch 1, which also serves batched decoding without a draft (ort/batch_engine.py)"
         )
-    if plan.target_weights != "same":
+    if plan.target_weights != "same" and not is_int8_built(plan):
         reasons.append(
-            f"target_weights is {plan.target_weights}, but only a draft's weights can be stored in"
-            " another type than dtype: use same"
+            f"target_weights is {plan.target_weights}, which needs backend ort-cpu, lowering ort"
+            f" and dtype float32, not {plan.backend}, {plan.lowering} and {plan.dtype}: use same"
         )
     if plan.kv_dtype not in ("same", plan.dtype):
         reasons.append(
@@ -254,3 +254,8 @@ def _unbuilt_reasons(plan: Plan) -> tuple[str, ...]:
             f" {plan.dtype}: use same"
         )
     return tuple(reasons)
+
+
+def is_int8_built(plan: Plan) -> bool:
+    """Return whether the plan's backend runs int8 target weights."""
+    return (plan.backend, plan.lowering, plan.dtype) == ("ort-cpu", "ort", "float32")

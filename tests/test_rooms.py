@@ -38,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("export/graphs", "export/heads/dialects"),
     ("export/heads",),
     ("export/targets",),
-    ("plans/commands", "export/draft_graphs"),
+    ("plans/commands", "export/draft_graphs", "export/int8"),
     ("export/checks",),
     ("export/drafts",),
     ("export",),

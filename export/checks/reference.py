@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from eagle3.export.draft_graphs.head_modules import Eagle1Head, EagleHead
 from eagle3.export.graphs.weights import block_int8, int8_block
+from eagle3.export.int8.int8_reference import Int8Products
 from eagle3.export.targets.target import Target
 from eagle3.runtime.errors import SelfCheckFailed
 
@@ -20,15 +22,29 @@ _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 
 class Reference:
-    """The PyTorch model's own numbers for a text: logits [T,V], features [T,F]."""
+    """The PyTorch model's own numbers for a text: logits [T,V], features [T,F].
 
-    def __init__(self, target: Target, tokens: NDArray[np.int64], layers: tuple[int, ...]) -> None:
+    int8: computes with the weights that an int8 engine stores; None for other engines.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokens: NDArray[np.int64],
+        layers: tuple[int, ...],
+        int8: Int8Products | None = None,
+    ) -> None:
         self.target, self.tokens, self._layers = target, tokens, layers
+        self._int8 = int8
         self.logits, self.features = self.run(tokens)
+
+    def embedding(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the values of the target's embedding `table` [V,d] that the engines look up."""
+        return table if self._int8 is None else self._int8.table(table)
 
     def run(self, tokens: NDArray[np.int64]) -> tuple[Array, Array | None]:
         """Run a separate call without any cache."""
-        with torch.no_grad():
+        with torch.no_grad(), self._int8 or nullcontext():
             out = self.target.model(
                 input_ids=torch.from_numpy(tokens)[None],
                 use_cache=False,

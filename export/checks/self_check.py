@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from eagle3.export.checks.check_texts import PROMPTS, TEXT
+from eagle3.export.checks.product_check import check_products
 from eagle3.export.checks.readings import AnsweredText, Reading
 from eagle3.export.checks.reference import (
     Reference,
@@ -23,6 +25,7 @@ from eagle3.export.checks.reference import (
     relative_error,
     relative_to,
 )
+from eagle3.export.int8.int8_reference import Int8Products, ModelWeights, stored_int8
 from eagle3.export.targets.target import Target
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.engine import Engine
@@ -36,6 +39,7 @@ INT8_TOLERANCE = 1e-1
 
 _NUM_TOKENS = 384
 _FEW_TOKENS = 64
+_PRODUCT_TOKENS = 40
 _ANSWER_TOKENS = 48
 # A tree whose branches part at the root and again deeper; node 0 is the root.
 _TREE_PARENTS = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9)
@@ -103,9 +107,10 @@ def check_bundle(
         return check
     bundle = _on_cpu(bundle)
     tokens = _tokens(target, plan.max_seq_len - len(_TREE_PARENTS))
-    reference = Reference(target, tokens, bundle.manifest.target.aux_layer_ids)
+    layers = bundle.manifest.target.aux_layer_ids
+    reference = Reference(target, tokens, layers, _int8_products(bundle, target))
     tolerance = TOLERANCE[plan.dtype]
-    check.engines = _check_target(bundle, reference, tolerance)
+    check.engines = _check_target(bundle, target, reference, tolerance)
     report(_summary("target", check.engines))
     for name, draft in drafts.items():
         is_int8 = bundle.manifest.drafts[name].weights == "int8"
@@ -120,6 +125,14 @@ def check_bundle(
     for warning in check.warnings:
         report(f"warning: {warning}")
     return check
+
+
+def _int8_products(bundle: Bundle, target: Target) -> Int8Products | None:
+    if bundle.manifest.plan.target_weights != "int8":
+        return None
+    weights = ModelWeights(target.model)
+    graph = ir.load(bundle.path(bundle.manifest.engines["target"].file))
+    return Int8Products(weights, stored_int8(graph, weights))
 
 
 def _on_cpu(bundle: Bundle) -> Bundle:
@@ -147,13 +160,20 @@ def _tokens(target: Target, limit: int) -> NDArray[np.int64]:
     return np.asarray(repeated, np.int64)
 
 
-def _check_target(bundle: Bundle, reference: Reference, tolerance: float) -> dict[str, Any]:
+def _check_target(
+    bundle: Bundle, target: Target, reference: Reference, tolerance: float
+) -> dict[str, Any]:
     engine = TargetEngine(bundle, num_threads(), Clock())
-    errors = {
-        **_teacher_forced(engine, reference),
-        "prefill_logits": _prefill_error(engine, reference),
-        "tree_logits": _tree_error(engine, reference),
-    }
+    tree = _check_tree(reference.tokens, engine.max_verify_rows)
+    if bundle.manifest.plan.target_weights == "int8":
+        text = reference.tokens[:_PRODUCT_TOKENS]
+        errors = check_products(bundle, target, text, tree)
+    else:
+        errors = {
+            **_teacher_forced(engine, reference),
+            "prefill_logits": _prefill_error(engine, reference),
+            "tree_logits": _tree_error(engine, reference, tree),
+        }
     judge("target", errors, tolerance)
     return {"tokens": len(reference.tokens), "tolerance": tolerance, "relative_errors": errors}
 
@@ -185,22 +205,24 @@ def _prefill_error(engine: TargetEngine, reference: Reference) -> float:
     return relative_error(out.logits[0], reference.logits[-1])
 
 
-def _tree_error(engine: TargetEngine, reference: Reference) -> float:
+def _check_tree(text: NDArray[np.int64], max_nodes: int) -> Tree:
+    """Return a tree of tokens of the text that branches several times."""
+    # Equal siblings would hide an exchange of rows.
+    different = np.random.default_rng(0).permutation(np.unique(text))
+    num_nodes = min(len(_TREE_PARENTS), max_nodes)
+    tokens = np.resize(different, len(_TREE_PARENTS))[:num_nodes]
+    return Tree(tokens, np.asarray(_TREE_PARENTS[:num_nodes], np.int32))
+
+
+def _tree_error(engine: TargetEngine, reference: Reference, tree: Tree) -> float:
     """Compare one tree call after the prefilled text with a separate PyTorch call for
     every path.
     """
     past = len(reference.tokens)
-    rng = np.random.default_rng(0)
-    # equal siblings would hide an exchange of rows
-    different = rng.permutation(np.unique(reference.tokens))
-    tokens = np.resize(different, len(_TREE_PARENTS))
-    tree = Tree(tokens, np.asarray(_TREE_PARENTS, np.int32))
-    num_nodes = min(tree.num_nodes, engine.max_verify_rows)
-    tree = Tree(tree.tokens[:num_nodes], tree.parents[:num_nodes])
     out = engine.verify(tree, past, want_logits=True)
     assert out.logits is not None
     errors = []
-    for leaf in (node for node in range(num_nodes) if not tree.children(node)):
+    for leaf in (node for node in range(tree.num_nodes) if not tree.children(node)):
         path = [0, *tree.path(leaf)]
         text = np.concatenate([reference.tokens, tree.tokens[path]])
         errors.append(relative_error(out.logits[path], reference.run(text)[0][past:]))

@@ -14,7 +14,7 @@ import click
 
 from eagle3.plans.backends import PADDED_BACKENDS, TENSORRT_BACKENDS
 from eagle3.plans.commands.build_command import build_exported, why_not_here
-from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, Plan
+from eagle3.plans.plan import BACKENDS, DRAFT_WEIGHTS, DTYPES, LOWERINGS, TARGET_WEIGHTS, Plan
 from eagle3.plans.tree_paths import DYNAMIC, TREE_CHOICES, read_paths
 from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.errors import ExportError
@@ -28,7 +28,9 @@ from eagle3.runtime.terminal.options import (
     NUM_DRAFT_TOKENS_HELP,
     PLAN_HELP,
     PREFILL_CHUNK_HELP,
+    PROMPT_FILE_HELP,
     TARGET_HELP,
+    TARGET_WEIGHTS_HELP,
     TRUST_REMOTE_CODE_HELP,
     given_fields,
     import_stage,
@@ -98,6 +100,13 @@ _PLAN = Plan()
     help="Data type of the target's weights, of the activations and of the KV caches.",
 )
 @click.option(
+    "--weights",
+    "target_weights",
+    type=click.Choice(TARGET_WEIGHTS),
+    default=_PLAN.target_weights,
+    help=TARGET_WEIGHTS_HELP,
+)
+@click.option(
     "--draft-weights",
     type=click.Choice(DRAFT_WEIGHTS),
     default=_PLAN.draft_weights,
@@ -129,6 +138,19 @@ _PLAN = Plan()
     metavar="KEY=VALUE",
     help="Value to assume where a head's files are ambiguous, for example d2t=absolute."
     " Repeatable; an unknown KEY prints all keys.",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"Prompts on which --weights int8 rounds the weights: {PROMPT_FILE_HELP}."
+    "  [default: a built-in text]",
+)
+@click.option(
+    "--accept-quality",
+    is_flag=True,
+    help="Export an int8 target even if it is far from the original. The measured difference is"
+    " stored in the bundle in any case.",
 )
 @click.option("--trust-remote-code", is_flag=True, help=TRUST_REMOTE_CODE_HELP)
 @click.option(
@@ -285,7 +307,7 @@ def _word(option: str | None, value: Any) -> list[str]:
         return []
     if isinstance(value, tuple):
         return [",".join(map(str, value))]
-    paths = ("target", "drafts", "add_draft", "output", "preset", "tree")
+    paths = ("target", "drafts", "add_draft", "output", "preset", "tree", "calibration")
     return [_without_folders(str(value)) if option in paths else str(value)]
 
 

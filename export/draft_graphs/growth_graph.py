@@ -132,7 +132,12 @@ def _grow(
     tree: TreePlan,
 ) -> GrownTree:
     """Write the extension, whose last row gives the root's candidates, then one step per depth."""
-    given = {"input_ids": call.ids, "position_ids": call.positions, "hidden": call.hidden}
+    given = {
+        "input_ids": call.ids,
+        "position_ids": call.positions,
+        "hidden": call.hidden,
+        "past_len": call.past_len,
+    }
     attend = attention.extend(call.positions, call.used)
     ids, log_q, hidden = layer.run({**given, "logit_rows": call.last}, attend)
     growth.add(ids, log_q)
@@ -147,6 +152,7 @@ def _grow(
             "input_ids": frontier.tokens,
             "position_ids": add("Add", call.used, ahead),
             "hidden": add("Where", present, hidden, sizes.number(0)),
+            "past_len": call.past_len,
         }
         attend = attention.step(frontier.parent_slots, tree.draft_top_k)
         ids, log_q, hidden = layer.run(given, attend)

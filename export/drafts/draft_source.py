@@ -76,6 +76,11 @@ class Draft(Checked, Protocol):
     @property
     def aux_layer_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def reads_target_embedding(self) -> bool:
+        """Whether the embedding of its `draft` graph is the target's."""
+        ...
+
     def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
         """Return role of an engine -> its traced graph."""
 

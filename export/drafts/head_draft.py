@@ -20,7 +20,7 @@ from eagle3.export.draft_graphs.head_modules import (
     EagleHead,
 )
 from eagle3.export.graphs.lowerings import LOWERINGS
-from eagle3.export.graphs.weights import StoredGraph, embedding_name, lm_head_name
+from eagle3.export.graphs.weights import StoredGraph, lm_head_name, shared_embedding
 from eagle3.export.heads.head_config import Head
 from eagle3.export.targets.target import Target
 from eagle3.plans.plan import Plan
@@ -52,6 +52,10 @@ class HeadDraft:
     def aux_layer_ids(self) -> tuple[int, ...]:
         return tuple(self.head.config.aux_layer_ids)
 
+    @property
+    def reads_target_embedding(self) -> bool:
+        return self.head.own_embedding is None
+
     def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
         return trace_draft_engines(
             self.head,
@@ -65,9 +69,9 @@ class HeadDraft:
 
     def shared(self, graph: ir.Model, stored: StoredGraph) -> dict[str, ir.ExternalTensor]:
         """Return the embedding, and the lm_head of an EAGLE-1/2 head."""
-        pairs = {}
-        if self.head.own_embedding is None:
-            pairs[embedding_name(graph)] = embedding_name(stored.graph)
+        pairs: dict[str, str] = {}
+        if self.reads_target_embedding:
+            pairs |= shared_embedding(graph, stored.graph)
         own, theirs = lm_head_name(graph), lm_head_name(stored.graph)
         if self.head.config.method == "eagle1" and own is not None and theirs is not None:
             pairs[own] = theirs
@@ -93,7 +97,10 @@ class HeadDraft:
         }
 
     def check(self, bundle: Bundle, name: str, reference: Any, tolerance: float) -> dict[str, Any]:
-        result = check_head(bundle, name, self.module, self.table, reference, tolerance)
+        table = self.table
+        if self.reads_target_embedding:
+            table = reference.embedding(table)
+        result = check_head(bundle, name, self.module, table, reference, tolerance)
         if engine_name(name, GROWTH) in bundle.manifest.engines:
             result["grown_tree_agreement"] = grown_tree_agreement(bundle, name, reference)
         return result

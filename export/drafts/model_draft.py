@@ -78,6 +78,10 @@ class ModelDraft:
     method = "model"
     aux_layer_ids: tuple[int, ...] = ()
 
+    @property
+    def reads_target_embedding(self) -> bool:
+        return False  # an LM is exported with its own
+
     def engines(self, target: Target, plan: Plan) -> dict[str, ir.Model]:
         """Return its one graph, as traced."""
         graph = ModelGraph(TargetGraph(self.lm.model, _lowering(plan), ()), self.draft_vocab_size)

@@ -15,6 +15,8 @@ from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normaliza
 from onnxscript.rewriter.ort_fusions.rotary_embedding import fuse_rotary_embedding
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
 
+from eagle3.export.graphs.rotary_tables import rotary_tables
+
 _NORM = "SimplifiedLayerNormalization"
 _FUSED_ROTARY = ("ai.onnxruntime._fusion", "RotaryEmbedding")
 
@@ -105,35 +107,49 @@ class _StandardRotary:
 
 
 class _MicrosoftRotary:
-    """ONNX Runtime's own operator. Its caches [B*N, D/2] and the row numbers [B,N] that index them
-    are computed once, before the first node that uses them.
+    """ONNX Runtime's own operator, over tables cos and sin of which each row reads one.
+
+    If the angles depend on positions alone, the tables are constants [S,D/2], one row per position
+    of the cache. Otherwise they are computed once per call, before the first node that uses them:
+    [B*N,D/2], one row per row of the call.
     """
 
     def __init__(self, model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value) -> None:
-        nodes: list[ir.Node] = []
-
-        def add(op: str, *inputs: Any, **attributes: Any) -> ir.Value:
-            values = [_constant(nodes, x) if isinstance(x, list) else x for x in inputs]
-            nodes.append(ir.node(op, values, attributes))
-            return nodes[-1].outputs[0]
-
-        assert cos.shape is not None and isinstance(cos.shape[-1], int)
-        half = cos.shape[-1] // 2
-        self._cos, self._sin = (
-            add("Reshape", add("Slice", table, [0], [half], [-1]), [-1, half])
-            for table in (cos, sin)
-        )
-        # [B,1,N,D] -> [B,N], counted from 0: the number of rows before each one.
-        shape = add("Gather", add("Shape", cos), [0, 2])
-        ones = add("Expand", [1], add("Reshape", add("ReduceProd", shape), [1]))
-        count = add("Sub", add("CumSum", ones, add("Squeeze", [0])), [1])
-        self._rows = add("Reshape", count, shape)
-        model.graph.insert_before(before, nodes)
+        stored = rotary_tables(model, before, cos, sin)
+        if stored is None:
+            self._rows, self._cos, self._sin = _tables_of_rows(model, before, cos, sin)
+        else:
+            self._rows, self._cos, self._sin = stored
 
     def node(self, x: ir.Value) -> ir.Node:
         """Return the node for x [B,H,N,D]."""
         inputs = [x, self._rows, self._cos, self._sin]
         return ir.node("RotaryEmbedding", inputs, {"interleaved": 0}, domain="com.microsoft")
+
+
+def _tables_of_rows(
+    model: ir.Model, before: ir.Node, cos: ir.Value, sin: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return row numbers [B,N], and cos and sin [B*N,D/2] of a call's rows."""
+    nodes: list[ir.Node] = []
+
+    def add(op: str, *inputs: Any, **attributes: Any) -> ir.Value:
+        values = [_constant(nodes, x) if isinstance(x, list) else x for x in inputs]
+        nodes.append(ir.node(op, values, attributes))
+        return nodes[-1].outputs[0]
+
+    assert cos.shape is not None and isinstance(cos.shape[-1], int)
+    half = cos.shape[-1] // 2
+    tables = [
+        add("Reshape", add("Slice", table, [0], [half], [-1]), [-1, half]) for table in (cos, sin)
+    ]
+    # [B,1,N,D] -> [B,N], counted from 0: the number of rows before each one.
+    shape = add("Gather", add("Shape", cos), [0, 2])
+    ones = add("Expand", [1], add("Reshape", add("ReduceProd", shape), [1]))
+    count = add("Sub", add("CumSum", ones, add("Squeeze", [0])), [1])
+    rows = add("Reshape", count, shape)
+    model.graph.insert_before(before, nodes)
+    return rows, tables[0], tables[1]
 
 
 def _constant(nodes: list[ir.Node], values: list[int]) -> ir.Value:

@@ -19,32 +19,41 @@ def _group_query_attention(
     among others. A call of one row therefore gets a second row, whose output is dropped and whose
     slot, after the last one, the next call overwrites. The bits of a row then do not depend on the
     width of its call.
+
+    The operator also rotates q and k if their tables are constants, and splits the product of
+    joined weights (`joined_products.py`).
     """
     q, k, v, past_k, past_v, past_len, total_len, bias, sinks = _inputs(placeholder)
     heads, kv_heads, head_dim = _sizes(placeholder)
-    assert q is not None and bias is not None
+    assert q is not None and k is not None and v is not None and bias is not None
     if not nodes.once:
-        _write_row_counts(nodes, q, past_len, total_len)
-    flat = []
-    for x in (q, k, v):
-        by_row = nodes.add("Transpose", x, perm=[0, 2, 1, 3])
-        by_row = nodes.add("Reshape", by_row, nodes.ints([0, 0, -1]))
-        extra = nodes.add("Slice", by_row, nodes.ints([0]), nodes.once["extra"], nodes.ints([1]))
-        flat.append(nodes.add("Concat", by_row, extra, axis=1))
+        _write_row_counts(nodes, bias, past_len, total_len)
+    tables: list[ir.Value | None] = [None, None, None]
+    rotary = _rotary_of(q, k) if head_dim % 16 == 0 else None  # the operator's condition
+    if rotary is not None:
+        (q, k), (rows, cos, sin) = rotary
+        if rows.name not in nodes.once:
+            nodes.once[str(rows.name)] = _with_extra_row(nodes, rows)
+        tables = [cos, sin, nodes.once[str(rows.name)]]
+    by_row = [
+        _by_row(nodes, x, count, head_dim)
+        for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
+    ]
+    joined = _joined(by_row)
+    inputs = [_with_extra_row(nodes, x) for x in ([joined] if joined is not None else by_row)]
     mask = f"bias {bias.name}"
     if mask not in nodes.once:
         sides = nodes.add("Concat", nodes.ints([0] * 6), *[nodes.once["extra"]] * 2, axis=0)
         nodes.once[mask] = nodes.add("Pad", bias, sides)
     out, present_k, present_v = nodes.add(
         "com.microsoft::GroupQueryAttention",
-        *flat,
+        *inputs,
+        *[None] * (3 - len(inputs)),
         past_k,
         past_v,
         nodes.once["last_slot"],
         nodes.once["total_len"],
-        None,
-        None,
-        None,
+        *tables,
         nodes.once[mask],
         sinks,
         outputs=3,
@@ -52,14 +61,78 @@ def _group_query_attention(
         kv_num_heads=kv_heads,
         scale=placeholder.attributes["scale"].as_float(),
         softcap=placeholder.attributes["softcap"].as_float(),
+        do_rotary=int(rotary is not None),
     )
     asked = nodes.add("Slice", out, nodes.ints([0]), nodes.once["rows"], nodes.ints([1]))
+    asked.shape, asked.type = ir.Shape(["B", "N", heads * head_dim]), q.type
+    _drop_flattening(placeholder.outputs[0], asked, heads * head_dim)
     by_head = nodes.add("Reshape", asked, nodes.ints([0, 0, heads, head_dim]))
     return by_head, present_k, present_v
 
 
+def _rotary_of(
+    q: ir.Value, k: ir.Value
+) -> tuple[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] | None:
+    """Return q and k before their rotary embeddings, with the positions and tables of both; None
+    unless both read the same constant tables.
+    """
+    producers = [x.producer() for x in (q, k)]
+    if any(node is None or node.op_type != "RotaryEmbedding" for node in producers):
+        return None
+    (q_in, *of_q), (k_in, *of_k) = (node.inputs for node in producers)  # type: ignore[union-attr]
+    tables = [None if x is None else ir.convenience.get_const_tensor(x) for x in of_q[1:]]
+    if of_q != of_k or any(table is None for table in tables):
+        return None
+    return (q_in, k_in), tuple(of_q)  # type: ignore[return-value]
+
+
+def _by_row(nodes: Nodes, x: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    """[B,H,N,D] -> [B,N,H*D], without nodes where the graph already contains it."""
+    by_row: ir.Value
+    transpose = x.producer()
+    if transpose is None or transpose.op_type != "Transpose" or transpose.inputs[0] is None:
+        by_row = nodes.add("Transpose", x, perm=[0, 2, 1, 3])
+    else:
+        by_row = transpose.inputs[0]
+        reshape = by_row.producer()
+        if reshape is not None and _target(reshape) == [0, 0, heads, head_dim]:
+            assert reshape.inputs[0] is not None
+            return reshape.inputs[0]
+    flat: ir.Value = nodes.add("Reshape", by_row, nodes.ints([0, 0, -1]))
+    return flat
+
+
+def _target(reshape: ir.Node) -> list[int] | None:
+    """Return the constant target of a Reshape, None for other nodes and other targets."""
+    if reshape.op_type != "Reshape" or reshape.inputs[1] is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(reshape.inputs[1])
+    return None if tensor is None else [int(dim) for dim in tensor.numpy()]
+
+
+def _joined(parts: list[ir.Value]) -> ir.Value | None:
+    """Return the value of which `parts` are all pieces, in order; None if there is none."""
+    split = parts[0].producer()
+    if split is None or split.op_type != "Split" or list(split.outputs) != parts:
+        return None
+    return split.inputs[0]
+
+
+def _with_extra_row(nodes: Nodes, x: ir.Value) -> ir.Value:
+    """Return x [B,N,..] with the extra row of a call of one row, a copy of the first."""
+    extra = nodes.add("Slice", x, nodes.ints([0]), nodes.once["extra"], nodes.ints([1]))
+    return nodes.add("Concat", x, extra, axis=1)  # type: ignore[no-any-return]
+
+
+def _drop_flattening(by_head: ir.Value, by_row: ir.Value, width: int) -> None:
+    """Let the Reshapes of by_head [B,N,H,D] to [B,N,H*D] be `by_row` itself."""
+    for user, _ in list(by_head.uses()):
+        if _target(user) in ([0, 0, width], [0, 0, -1]):
+            user.outputs[0].replace_all_uses_with(by_row)
+
+
 def _write_row_counts(
-    nodes: Nodes, q: ir.Value, past_len: ir.Value | None, total_len: ir.Value | None
+    nodes: Nodes, bias: ir.Value, past_len: ir.Value | None, total_len: ir.Value | None
 ) -> None:
     """Write what all layers share: rows N, extra rows (1 for one row of one sequence), last slot,
     length.
@@ -67,8 +140,8 @@ def _write_row_counts(
     Several sequences get no extra row: GroupQueryAttention accepts them with one row each, or not
     at all.
     """
-    nodes.once["rows"] = nodes.add("Shape", q, start=2, end=3)
-    calls = nodes.add("Mul", nodes.once["rows"], nodes.add("Shape", q, start=0, end=1))
+    nodes.once["rows"] = nodes.add("Shape", bias, start=2, end=3)
+    calls = nodes.add("Mul", nodes.once["rows"], nodes.add("Shape", bias, start=0, end=1))
     single = nodes.add("Equal", calls, nodes.ints([1]))
     nodes.once["extra"] = nodes.add("Cast", single, to=ir.DataType.INT64)
     written = nodes.add("Add", nodes.once["rows"], nodes.once["extra"])

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from eagle3.export.graphs.attention import Lowering
 from eagle3.export.graphs.experts import lower_experts
 from eagle3.export.graphs.fusion import fuse_for_ort, fuse_standard
+from eagle3.export.graphs.joined_products import join_products
 from eagle3.export.graphs.lowerings import lower_attention
 from eagle3.export.graphs.shapes import fix_shapes
-from eagle3.export.graphs.weights import swaps_last_two
+from eagle3.export.graphs.weights import store_for_matmul, swaps_last_two
 from eagle3.runtime.errors import UnsupportedModel
 
 # The symbolic dimensions of the graphs, with the range they are traced for.
@@ -128,6 +129,9 @@ def trace_unlowered(
     fuse = fuse_for_ort if lowering.fuses else fuse_standard
     fuse(model)
     fix_shapes(model)
+    store_for_matmul(model)
+    if lowering.fuses:
+        join_products(model)
     _name_dims(model, [dims for value, dims in inputs.values() for _ in _as_list(value)])
     model.graph.name = name
     return model
@@ -164,7 +168,10 @@ def _first_lines(error: Exception, count: int = 6) -> str:
 
 
 def _name_dims(model: ir.Model, dims: Sequence[str]) -> None:
-    """Rename PyTorch's symbols (s36, ...) to the letters they were declared with."""
+    """Rename PyTorch's symbols (s36, ...) to the letters they were declared with.
+
+    Inside the graph, any other symbolic dimension becomes unknown.
+    """
     letters: dict[str, str] = {}
     for value, spec in zip(model.graph.inputs, dims, strict=True):
         assert value.shape is not None
@@ -182,7 +189,9 @@ def _name_dims(model: ir.Model, dims: Sequence[str]) -> None:
     for node in model.graph:
         for out in node.outputs:
             if out.shape is not None and not out.is_graph_output():
-                out.shape = None
+                out.shape = ir.Shape(
+                    [d if isinstance(d, int) else letters.get(str(d.value)) for d in out.shape]
+                )
 
 
 def _rename(dim: int | ir.SymbolicDim, letters: Mapping[str, str]) -> int | str | None:

@@ -20,6 +20,8 @@ from eagle3.runtime.errors import ExportError
 
 # Rows of a weight [K,N] that share one scale. The largest block that divides K is used.
 _BLOCKS = (128, 64, 32)
+# A weight `w` in int8 is two initializers, `w.int8` and `w.scale`.
+INT8, SCALE = ".int8", ".scale"
 
 
 def _replace(node: ir.Node, nodes: list[ir.Node], out: ir.Value) -> None:
@@ -104,6 +106,8 @@ def _matmul_to_gemm(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
     width, depth = weight.const_value.shape.numpy()
     flat_shape = constant([-1, depth])
     flat = ir.node("Reshape", [x, flat_shape.outputs[0]])
+    flat.outputs[0].shape = ir.Shape([None, depth])
+    flat.outputs[0].type = ir.TensorType(weight.const_value.dtype)
     gemm = ir.node("Gemm", [flat.outputs[0], weight], {"transB": 1})
     target = batch_target(graph, [-1, width])
     out = ir.node("Reshape", [gemm.outputs[0], target[-1].outputs[0]])
@@ -122,6 +126,19 @@ def embedding_name(model: ir.Model) -> str:
         if table.is_initializer():
             return str(table.name)
     raise ExportError(f"the graph of {model.graph.name} has no embedding lookup of input_ids")
+
+
+def shared_embedding(own: ir.Model, theirs: ir.Model) -> dict[str, str]:
+    """Return the initializers of the embedding in the graph `own`, and those of `theirs` that
+    contain the same values.
+
+    Raises ExportError if a graph has no embedding.
+    """
+    pairs = {embedding_name(own): embedding_name(theirs)}
+    for mine, other in list(pairs.items()):
+        if other.endswith(INT8):
+            pairs[mine.removesuffix(INT8) + SCALE] = other.removesuffix(INT8) + SCALE
+    return pairs
 
 
 def lm_head_name(model: ir.Model) -> str | None:
@@ -193,9 +210,9 @@ def unshare_int8(model: ir.Model) -> None:
 def _dequantize_in_front(model: ir.Model, matmul: ir.Node, weight: ir.Value, block: int) -> None:
     name = weight.name
     assert name is not None
-    if f"{name}.int8" not in model.graph.initializers:  # another MatMul can read the same weight
+    if name + INT8 not in model.graph.initializers:  # another MatMul can read the same weight
         _store_int8(model, weight, block)
-    stored = [model.graph.initializers[f"{name}.{suffix}"] for suffix in ("int8", "scale")]
+    stored = [model.graph.initializers[name + suffix] for suffix in (INT8, SCALE)]
     dequantize = ir.node("DequantizeLinear", stored, {"axis": 0, "block_size": block})
     model.graph.insert_before(matmul, dequantize)
     matmul.replace_input_with(1, dequantize.outputs[0])
@@ -207,10 +224,8 @@ def _store_int8(model: ir.Model, weight: ir.Value, block: int) -> None:
     tensor, name = weight.const_value, weight.name
     assert tensor is not None and name is not None
     quantized, scales = block_int8(tensor.numpy(), block)
-    for suffix, array in (("int8", quantized), ("scale", scales)):
-        value = ir.Value(
-            name=f"{name}.{suffix}", const_value=ir.tensor(array, name=f"{name}.{suffix}")
-        )
+    for suffix, array in ((INT8, quantized), (SCALE, scales)):
+        value = ir.Value(name=name + suffix, const_value=ir.tensor(array, name=name + suffix))
         value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
         model.graph.register_initializer(value)
 

@@ -167,8 +167,9 @@ def trace_target(
     """Trace the target over caches of `capacity` slots. Inputs and outputs as in TargetGraph."""
     graph = TargetGraph(target.model, lowering, aux_layer_ids)
     outputs = ["logits", "next_token"] + (["features"] if aux_layer_ids else [])
+    inputs = target_inputs(target, capacity)
     with graph.attached():
-        return trace(graph, target_inputs(target, capacity), outputs, lowering, target.architecture)
+        return trace(graph, inputs, outputs, lowering, target.architecture)
 
 
 def target_inputs(target: Target, capacity: int) -> dict[str, tuple[Any, str]]:

@@ -125,6 +125,8 @@ def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
             yield "self-check", f"{name} was not compared with PyTorch: {check['skipped']}"
         if "relative_errors" in check:
             yield "self-check", f"{name} against PyTorch: {_errors_text(check)}"
+        if "quality" in check:
+            yield "quality", _quality_text(check)
         if "first_position_acceptance" in check:
             share = check["first_position_acceptance"]
             yield (
@@ -138,6 +140,16 @@ def self_check_rows(bundle: Bundle) -> Iterator[tuple[str, str]]:
 def _errors_text(check: Mapping[str, Any]) -> str:
     errors = ", ".join(f"{name} {value:.1e}" for name, value in check["relative_errors"].items())
     return f"relative errors {errors} (tolerance {check.get('tolerance', float('nan')):.0e})"
+
+
+def _quality_text(check: Mapping[str, Any]) -> str:
+    found, kept = check["quality"], check.get("not_quantized") or ["none"]
+    return (
+        f"int8 target against the original, {found['tokens']} tokens of text: KL divergence"
+        f" {found['mean_kl']:.4f} nats per token (99%: {found['kl_99']:.3f}), same most likely"
+        f" token at {found['top_1']:.1%} of positions, perplexity {found['perplexity']:.2f}"
+        f" instead of {found['original_perplexity']:.2f}; matrices not in int8: {', '.join(kept)}"
+    )
 
 
 def _size_text(bundle: Bundle) -> str:
@@ -180,8 +192,9 @@ def _value_text(convention: Convention) -> str:
 
 def _plan_text(bundle: Bundle) -> str:
     plan = bundle.manifest.plan
+    weights = "" if plan.target_weights == "same" else f", target weights {plan.target_weights}"
     return (
-        f"{plan.dtype}, {plan.lowering} lowering for {plan.backend}; context"
+        f"{plan.dtype}{weights}, {plan.lowering} lowering for {plan.backend}; context"
         f" {plan.max_seq_len} tokens, prefill {plan.prefill_chunk} at a time, trees up to"
         f" {plan.max_draft_tokens} tokens"
     )

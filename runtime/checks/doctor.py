@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from eagle3.runtime.errors import EngineMissing
+from eagle3.runtime.errors import EngineError, EngineMissing
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "safetensors")
 _TENSORRT_PACKAGES = ("tensorrt", "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings")
@@ -78,6 +78,7 @@ def diagnose() -> Diagnosis:
             Finding("python", platform.python_version()),
             Finding("numpy", installed("numpy") or "missing"),
             engine,
+            *([_int8()] if can_run else []),
             export,
             _tensorrt(),
             _gpu(),
@@ -132,6 +133,23 @@ def _onnxruntime() -> tuple[Finding, bool]:
             "each other: uninstall both, then install either 'eagle3[cpu]' or 'eagle3[gpu]'"
         )
     return Finding("onnxruntime", value, advice), True
+
+
+def _int8() -> Finding:
+    """Check how int8 targets run here. It loads two graphs of a few hundred bytes."""
+    from eagle3.runtime.ort.int8_form import int8_form
+
+    try:
+        return Finding("int8", int8_text(int8_form()))
+    except EngineError as error:
+        return Finding("int8", "not exact", str(error))
+
+
+def int8_text(form: str) -> str:
+    """Describe a form of `runtime/ort/int8_form.py`."""
+    if form == "int8":
+        return "weights are used as int8: integer products are exact on this CPU"
+    return "weights are converted to uint8 at load: int8 products would saturate on this CPU"
 
 
 def _providers(ort: Any) -> Sequence[str]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from eagle3.runtime.bundle.folder import Bundle
 from eagle3.runtime.errors import BundleError, EngineError
+from eagle3.runtime.ort.int8_form import FORMS, int8_form
 from eagle3.runtime.ort.ort_library import import_onnxruntime
 from eagle3.runtime.ort.signature import Bound, check_tensors, tensor_spec
 from eagle3.runtime.stats import Clock
@@ -24,9 +26,19 @@ _BACKEND = "ort-cpu"
 
 
 class Session:
-    """One loaded graph. Calls of the same shapes reuse one of the newest bindings."""
+    """One loaded graph. Calls of the same shapes reuse one of the newest bindings.
 
-    def __init__(self, path: Path, name: str, threads: int, clock: Clock) -> None:
+    entries: configuration entries of the session.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        threads: int,
+        clock: Clock,
+        entries: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         ort = import_onnxruntime()
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
@@ -35,6 +47,8 @@ class Session:
         # Sessions run in turns: a thread pool that still spins after its run would take cores from
         # the next session.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        for key, value in entries.items():
+            options.add_session_config_entry(key, value)
         try:
             self._session = ort.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
@@ -90,7 +104,8 @@ def load_session(bundle: Bundle, name: str, bound: Bound, threads: int, clock: C
     """
     _refuse_other_backend(bundle)
     path = bundle.path(bundle.manifest.engines[name].file)
-    session = Session(path, name, threads, clock)
+    is_int8 = name == "target" and bundle.manifest.plan.target_weights == "int8"
+    session = Session(path, name, threads, clock, FORMS[int8_form()] if is_int8 else {})
     check_tensors(bundle, name, session, bound, more_outputs=True)
     return session
 

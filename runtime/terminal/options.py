@@ -35,6 +35,11 @@ PREFILL_CHUNK_HELP = "Maximum number of prompt tokens per prefill call."
 DRAFT_TOP_K_HELP = "Children per node of the draft tree."
 DRAFT_DEPTH_HELP = "Levels of the draft tree, root excluded."
 NUM_DRAFT_TOKENS_HELP = "Draft tokens verified per round, root excluded."
+TARGET_WEIGHTS_HELP = (
+    "Storage of the target's weights: same (the data type of --dtype) or int8 (a quarter of the"
+    " memory and about twice as fast on CPUs; the output is that of the quantized model, whose"
+    " difference from the original is measured)."
+)
 DRAFT_WEIGHTS_HELP = (
     "Storage of the draft's weights: same (the target's data type) or int8 (faster, but slightly"
     " fewer tokens are accepted). The output stays exact."

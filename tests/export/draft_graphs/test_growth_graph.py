@@ -26,7 +26,7 @@ from eagle3.export.draft_graphs.head_modules import DraftGraph, build_head
 from eagle3.export.draft_graphs.tree_growth import TreeGrowth
 from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import trace_unlowered
-from eagle3.export.graphs.weights import quantize_int8, store_for_matmul
+from eagle3.export.graphs.weights import quantize_int8
 from eagle3.export.heads.head_config import Head, TargetSizes
 from eagle3.export.heads.reader import read_head
 from eagle3.plans.tree_plan import TreePlan
@@ -52,9 +52,7 @@ class Traced:
 
     def growth(self, tree: TreePlan) -> ir.Model:
         lowering = LOWERINGS[self.lowering]
-        model = growth_graph(self.draft, self.fuse, self.head.target_ids, lowering, tree)
-        store_for_matmul(model)
-        return model
+        return growth_graph(self.draft, self.fuse, self.head.target_ids, lowering, tree)
 
 
 @pytest.fixture(scope="module", params=["ort", "portable"])

@@ -26,7 +26,6 @@ from eagle3.export.checks.reference import relative_error
 from eagle3.export.graphs.experts import dense_experts
 from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import save
-from eagle3.export.graphs.weights import store_for_matmul
 from eagle3.export.targets.target import load_target, trace_target
 from eagle3.plans.lint.ort_cuda_lint import lint_ort_cuda
 from eagle3.runtime.bundle.folder import Bundle
@@ -89,7 +88,6 @@ def _bundle(base: Bundle, source: Path, lowering: str, folder: Path) -> tuple[ir
     target = load_target(str(source), "float32", max_seq_len=plan.max_seq_len)
     layers = (0, 1, target.kv.num_layers)
     graph = trace_target(target, LOWERINGS[lowering], layers, plan.cache_capacity)
-    store_for_matmul(graph)
     save(graph, folder / "target.onnx")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     engine = EngineInfo("target.onnx", _specs(graph.graph.inputs), _specs(graph.graph.outputs))
