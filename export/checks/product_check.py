@@ -130,9 +130,9 @@ class _Recorder:
             for each in self._session.get_inputs()
             if each.name.startswith(("past_k.", "past_v."))
         }
-        self._wanted = [
-            each.name for each in self._session.get_outputs() if each.name not in ("logits",)
-        ]
+        unread = {"logits", "next_token"} - set(names)
+        found = [each.name for each in self._session.get_outputs()]
+        self._wanted = [name for name in found if name not in unread]
 
     def has_weights_of_model(self) -> bool:
         """Return whether every stored weight is the model's, except for rounding."""

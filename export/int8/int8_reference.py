@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -33,6 +33,7 @@ class ModelWeights:
     """The weights of a model by their names in its graph."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         self._tensors = model.state_dict(keep_vars=True)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -135,7 +136,23 @@ class Int8Products(ProductMode):
     def __init__(self, weights: ModelWeights, stored: Mapping[str, StoredInt8]) -> None:
         own = {name: weights[name] for name in stored}
         super().__init__(own.values())
+        self._model = weights.model
         self._stored = {place(weight): stored[name] for name, weight in own.items()}
+
+    def __enter__(self) -> Self:
+        """Experts run one after the other: fused forms of them are no products of matrices."""
+        modules = self._model.modules()
+        configs = {id(each.config): each.config for each in modules if hasattr(each, "config")}
+        self._before = [(c, c._experts_implementation) for c in configs.values()]
+        for config in configs.values():
+            config._experts_implementation = "eager"
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for config, implementation in self._before:
+            config._experts_implementation = implementation
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         found = self._stored.get(place(weight))

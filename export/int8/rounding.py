@@ -21,6 +21,7 @@ from eagle3.runtime.text.prompt_files import load_prompts
 
 _TEXT = Path(__file__).parent / "calibration.txt"
 _WINDOW, _MOST_WINDOWS = 256, 16
+_FEW_TOKENS = 64
 # Added to the diagonal of X^T X, relative to its mean: a weight whose inputs are always small must
 # not compensate the errors of all others.
 _DAMPING = 0.05
@@ -32,7 +33,8 @@ def calibration_tokens(target: Target, prompts: Path | None = None) -> Tensor:
     """Return windows of a text [W,T], as token ids of the target.
 
     prompts: a file of prompts as `eagle3 run` reads it; None: a built-in text, which
-    SmolLM2-135M-Instruct wrote. Raises ExportError if it contains no token that the target knows.
+    SmolLM2-135M-Instruct wrote. Random ids, if the tokenizer knows none of its words. Raises
+    ExportError if `prompts` has hardly any token of the target.
     """
     if prompts is None:
         text = _TEXT.read_text(encoding="utf-8")
@@ -40,8 +42,12 @@ def calibration_tokens(target: Target, prompts: Path | None = None) -> Tensor:
         text = "\n\n".join(load_prompts(prompts))
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     known = torch.tensor([i for i in ids if i < target.vocab_size], dtype=torch.int64)
-    if not len(known):
-        raise ExportError(f"{prompts or 'the built-in text'} has no token of the target")
+    if len(known) < 2 and prompts is not None:
+        raise ExportError(f"{prompts} has {len(known)} tokens of the target: use a longer text")
+    if len(set(known.tolist())) < min(_FEW_TOKENS, target.vocab_size // 2):
+        # A tokenizer that does not know the words maps all of them to "unknown".
+        generator = torch.Generator().manual_seed(0)
+        known = torch.randint(target.vocab_size, (_WINDOW * 4,), generator=generator)
     longest = getattr(target.config, "max_position_embeddings", None) or _WINDOW
     size = min(_WINDOW, longest, len(known))
     count = min(_MOST_WINDOWS, len(known) // size)

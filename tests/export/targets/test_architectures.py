@@ -22,10 +22,15 @@ from architectures import CONTEXT, ROWS, WINDOW, Row
 from drafting import Forking, using
 
 import eagle3
+from eagle3.export.checks.product_check import check_products
 from eagle3.export.checks.reference import relative_error
 from eagle3.export.graphs.experts import dense_experts
+from eagle3.export.graphs.joined_products import chooses_experts
 from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import save
+from eagle3.export.int8.int8_products import quantize_products, unquantized_names
+from eagle3.export.int8.int8_reference import Int8Products, ModelWeights, stored_int8
+from eagle3.export.int8.rounding import calibration_tokens, rounded_weights
 from eagle3.export.targets.target import load_target, trace_target
 from eagle3.plans.lint.ort_cuda_lint import lint_ort_cuda
 from eagle3.runtime.bundle.folder import Bundle
@@ -68,6 +73,10 @@ def traced(exported: Any, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     made: dict[tuple[str, str], Traced] = {}
 
     def trace(name: str, lowering: str) -> Traced:
+        if lowering == "int8":
+            if (name, lowering) not in made:
+                made[name, lowering] = in_int8(trace(name, "ort"), tmp_path_factory.mktemp(name))
+            return made[name, lowering]
         row = ROWS[name]
         if name not in models:
             model = architectures.make_model(row)
@@ -102,6 +111,20 @@ def _bundle(base: Bundle, source: Path, lowering: str, folder: Path) -> tuple[ir
     )
     fields = {"plan": plan, "target": info, "engines": {"target": engine}}
     return graph, tiny.edited_bundle(base, folder / "bundle", files, **fields)
+
+
+def in_int8(target: Traced, folder: Path) -> Traced:
+    """The same target with int8 weights, rounded on a calibration text."""
+    graph, loaded = target.graph.clone(), load_target(str(target.folder), "float32")
+    ir.external_data.load_to_model(graph)  # not written again where it is
+    found = rounded_weights(loaded, calibration_tokens(loaded))
+    weights = ModelWeights(loaded.model)
+    quantize_products(graph, lambda name: found.get(weights[name].data_ptr()))
+    save(graph, folder / "target.onnx")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    plan = replace(target.bundle.manifest.plan, target_weights="int8")
+    bundle = tiny.edited_bundle(target.bundle, folder / "bundle", files, plan=plan)
+    return replace(target, graph=graph, bundle=bundle)
 
 
 def _specs(values: Any) -> tuple[TensorSpec, ...]:
@@ -202,6 +225,60 @@ def test_with_a_head_the_text_is_that_of_transformers(llama: Any, full_bundle: B
         assert with_tree.token_ids == expected
         assert with_tree.stats.plain_rounds <= 1  # where one token is left to generate
         assert engine.generate(ids, drafter="none", **options).token_ids == expected
+
+
+def int8_products(target: Traced) -> Int8Products:
+    weights = ModelWeights(target.model)
+    graph = ir.load(target.bundle.path("target.onnx"))
+    return Int8Products(weights, stored_int8(graph, weights))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_text_of_an_int8_target_is_that_of_the_same_integers_in_pytorch(
+    traced: Trace, name: str
+) -> None:
+    target, ids = traced(name, "int8"), prompt()
+    assert unquantized_names(target.graph) == sorted(_routers(target.graph))
+    with int8_products(target):
+        expected = greedy(target.model, ids)
+    engine = eagle3.load(target.bundle.root, threads=1)
+    drafter = Witness(ids + expected)
+    sizes = {"draft_top_k": 4, "draft_depth": 4, "num_draft_tokens": 12}
+    with using(engine, drafter):
+        found = engine.generate(ids, max_new_tokens=NUM_NEW, logit_bias=NO_EOS, **sizes)
+    assert found.token_ids == expected
+    assert found.stats.acceptance_length > 1.5 and drafter.rewound > 0, "branches were accepted"
+    plain = engine.generate(ids, max_new_tokens=NUM_NEW, logit_bias=NO_EOS, drafter="none")
+    assert plain.token_ids == expected
+
+
+def _routers(graph: ir.Model) -> list[str]:
+    products = [n for n in graph.graph if n.op_type in ("MatMul", "Gemm") and chooses_experts(n)]
+    return [str(n.inputs[1].name) for n in products]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_int8_row_is_the_same_alone_and_among_64(traced: Trace, name: str) -> None:
+    target = traced(name, "int8")
+    text, tokens = prompt(), np.random.default_rng(6).integers(2, 64, 64).tolist()
+    engine = prefilled(target.bundle, text)
+    wide = engine.verify(Tree.chain(tokens[0], tokens[1:]), len(text), want_logits=True).logits
+    assert wide is not None
+    wide = wide.copy()
+    for i, token in enumerate(tokens):
+        one = engine.verify(Tree.root_only(token), len(text) + i, want_logits=True).logits
+        assert one is not None
+        np.testing.assert_array_equal(one[0], wide[i])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_products_of_an_int8_target_are_those_of_its_model(traced: Trace, name: str) -> None:
+    target = traced(name, "int8")
+    tokens = np.asarray(prompt(), np.int64)
+    tree = Tree(tokens[:9], np.asarray([-1, 0, 0, 1, 1, 2, 3, 5, 5], np.int32))
+    loaded = replace(load_target(str(target.folder), "float32"), model=target.model)
+    errors = check_products(target.bundle, loaded, tokens, tree)
+    assert max(errors.values()) < (5e-3 if "experts" in repr(target.model) else TOLERANCE), errors
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
