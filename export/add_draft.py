@@ -25,7 +25,8 @@ from eagle3.export.exporter import (
     with_checks,
     write_draft,
 )
-from eagle3.export.graphs.weights import StoredGraph, embedding_name
+from eagle3.export.graphs.weights import INT8, StoredGraph, embedding_name
+from eagle3.export.int8.int8_reference import ModelWeights, stored_int8
 from eagle3.export.publish import check_output, copy_files, publish, staging
 from eagle3.export.targets.target import Target, load_target
 from eagle3.plans.tensorrt.plan_files import FOLDER
@@ -139,13 +140,25 @@ def _refuse_other_target(source: str, target: Target, bundle: Bundle, stored: St
                 f"{bundle.root} was not exported from {source}: its {field} is"
                 f" {own}, not {other}; use the target named in its manifest, {info.source}"
             )
-    embedding = stored.weights.get(embedding_name(stored.graph))
-    own = target.model.get_input_embeddings().weight.detach().float().numpy()
-    if embedding is not None and not np.array_equal(embedding.numpy().astype(np.float32), own):
+    if not _has_embedding_of(target, bundle, stored):
         raise ExportError(
             f"{bundle.root} was not exported from {source}: their embeddings"
             f" differ; use the target named in its manifest, {info.source}"
         )
+
+
+def _has_embedding_of(target: Target, bundle: Bundle, stored: StoredGraph) -> bool:
+    """Return whether a bundle contains the target's embedding. A tiny one is not compared, because
+    it is not in the weight file.
+    """
+    own, name = target.model.get_input_embeddings().weight.detach(), embedding_name(stored.graph)
+    if name not in stored.weights:
+        return True
+    if bundle.manifest.plan.target_weights == "int8":
+        int8 = stored_int8(stored.graph, ModelWeights(target.model))
+        return int8[name.removesuffix(INT8)].is_rounded(own)
+    embedding = stored.weights[name].numpy().astype(np.float32)
+    return np.array_equal(embedding, own.float().numpy())
 
 
 def _refuse_other_layers(request: AddRequest, draft: Draft, target: TargetInfo) -> None:

@@ -40,7 +40,6 @@ from eagle3.runtime.trees.tree import Tree
 Array = NDArray[Any]
 _GRAPH = ".recorded.onnx"
 _PREFILL = 24
-_ROUNDING = 0.05  # relative; that of int8 is about 0.01
 
 
 def check_products(bundle: Bundle, target: Target, tokens: Array, tree: Tree) -> dict[str, float]:
@@ -136,13 +135,7 @@ class _Recorder:
 
     def has_weights_of_model(self) -> bool:
         """Return whether every stored weight is the model's, except for rounding."""
-        for name, stored in self.stored.items():
-            weight = self.weights[name].detach().float()
-            if not _is_rounded(
-                stored, weight if weight.shape == stored.values.shape else weight.mT
-            ):
-                return False
-        return True
+        return all(each.is_rounded(self.weights[name]) for name, each in self.stored.items())
 
     def run(self, ids: Array, positions: Array, mask: Array, past: int) -> dict[str, Array]:
         """Run rows [N] after `past` slots. Return recorded name -> rows [N,..], and `features`."""
@@ -167,14 +160,6 @@ def _session(path: Path) -> Any:
     for key, value in FORMS[int8_form()].items():
         options.add_session_config_entry(key, value)
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def _is_rounded(stored: StoredInt8, weight: Tensor) -> bool:
-    """Return whether a stored weight is `weight` [N,K] rounded to int8. Compares a few rows."""
-    rows = slice(None, None, max(1, len(weight) // 64))
-    part = StoredInt8(stored.values[rows], stored.scales[rows], stored.rotated)
-    error = (part.floats() - weight[rows]).norm() / weight[rows].norm().clamp(min=1e-12)
-    return bool(error <= _ROUNDING)
 
 
 def _is_product(node: ir.Node) -> bool:

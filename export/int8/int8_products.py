@@ -181,28 +181,32 @@ class _Writer:
         nodes.replace(node, out)
 
     def guard_logits(self) -> None:
-        """Make the logits NaN if the hidden state of any row of the call is.
+        """Make the logits of a sequence NaN if the hidden state of any of its rows is.
 
         A product of integers is finite whatever it reads, and the greatest of a row is found
         without its NaNs. The hidden state keeps them, because every layer adds to it.
         """
         logits = next((v for v in self._model.graph.outputs if v.name == "logits"), None)
-        if logits is None:
-            return
-        scales = self._scales_of(logits)
+        scales = None if logits is None else self._scales_of(logits)
         if scales is None:
             return
         x = next(x for x, rows in self._rows.items() if rows.scales is scales)
-        source = _before_picking(x)
+        picked = _picking(x)
+        if picked is None:
+            return
+        hidden, index = picked.inputs
         nodes = _Nodes(self._model)
-        nothing = nodes.add("Mul", nodes.add("ReduceSum", source, keepdims=0), self._number(0.0))
-        users = list(scales.uses())
-        guarded = nodes.add("Add", scales, nothing)
-        for user, index in users:
-            if user.op_type == "Mul":
-                self._model.graph.insert_before(user, nodes.nodes)
-                user.replace_input_with(index, guarded)
-                return
+        zero = self._number(0.0)
+        nothing = nodes.add("Mul", nodes.add("ReduceSum", hidden, nodes.ints([1, 2])), zero)
+        rows = nodes.add("Mul", nodes.add("Cast", index, to=ir.DataType.FLOAT), zero)  # [B,M,1]
+        of_row = nodes.add("Add", rows, nothing)
+        if x.shape is not None and len(x.shape) == 2:
+            of_row = nodes.add("Reshape", of_row, nodes.ints([-1, 1]))
+        users = [(node, i) for node, i in scales.uses() if node.op_type == "Mul"]
+        guarded = nodes.add("Add", scales, of_row)
+        self._model.graph.insert_before(users[0][0], nodes.nodes)
+        for user, place in users:
+            user.replace_input_with(place, guarded)
 
     def _scales_of(self, value: ir.Value) -> ir.Value | None:
         """Return the row scales of the nearest integer product before `value`."""
@@ -323,15 +327,12 @@ class _Writer:
         return self._constant("int8_zero_point", lambda: np.array(_ZERO_POINT, np.uint8))
 
 
-def _before_picking(x: ir.Value) -> ir.Value:
-    """Return the hidden state of all rows, of which lm_head's input x picks some."""
-    value = x
-    while (node := value.producer()) is not None and node.op_type in ("Reshape", "GatherND"):
-        assert node.inputs[0] is not None
-        value = node.inputs[0]
-        if node.op_type == "GatherND":
-            return value
-    return x
+def _picking(x: ir.Value) -> ir.Node | None:
+    """Return the GatherND that picks lm_head's input x from the hidden states of all rows."""
+    node = x.producer()
+    while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node if node is not None and node.op_type == "GatherND" else None
 
 
 class _Nodes:

@@ -25,6 +25,8 @@ from eagle3.export.graphs.joined_products import JOINED
 from eagle3.export.graphs.weights import INT8, SCALE
 from eagle3.export.int8.columns import LARGEST, hadamard, rotation_block
 
+# Relative error of a weight that is only rounded; for int8 it is about 0.01.
+_ROUNDING = 0.05
 # What the graph appends to the name of a weight: its layout, and the number of an expert.
 _LAYOUT = re.compile(r"(\.T)?(?:\.(\d+))?$")
 
@@ -95,6 +97,20 @@ class StoredInt8:
     values: Tensor
     scales: Tensor
     rotated: bool
+
+    def is_rounded(self, weight: Tensor) -> bool:
+        """Return whether these are the values of `weight` [N,K], or of its transpose, except for
+        rounding. A few rows are compared.
+        """
+        if weight.shape != self.values.shape:
+            weight = weight.mT
+        if weight.shape != self.values.shape:
+            return False
+        rows = slice(None, None, max(1, len(weight) // 64))
+        part = StoredInt8(self.values[rows], self.scales[rows], self.rotated)
+        own = weight[rows].detach().float()
+        error = (part.floats() - own).norm() / own.norm().clamp(min=1e-12)
+        return bool(error <= _ROUNDING)
 
     def floats(self) -> Tensor:
         """Return the weight [N,K] that the values stand for."""

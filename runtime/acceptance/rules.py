@@ -27,6 +27,8 @@ from eagle3.runtime.errors import EngineError
 from eagle3.runtime.params import SamplingParams
 from eagle3.runtime.trees.tree import Tree
 
+NAN_LOGITS = "the target's logits are NaN; check its weights and its precision"
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -129,7 +131,7 @@ class AcceptanceRule:
     def _argmax(self, tree: Tree, output: RuleInput, node: int) -> int:
         token = int(output.next_token[node])
         if token < 0:
-            raise EngineError("the target's logits are NaN; check its weights and its precision")
+            raise EngineError(NAN_LOGITS)
         if not self._params.edits_logits:
             return token
         assert output.logits is not None

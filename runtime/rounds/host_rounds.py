@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from eagle3.plans.tree_plan import TreePlan
 from eagle3.runtime.acceptance.accept import Accepted, Settled, settle
-from eagle3.runtime.acceptance.rules import AcceptanceRule
+from eagle3.runtime.acceptance.rules import NAN_LOGITS, AcceptanceRule
 from eagle3.runtime.drafters.base import Drafter, DraftRequest
+from eagle3.runtime.errors import EngineError
 from eagle3.runtime.ort.target_engine import TargetEngine, TargetOutput
 from eagle3.runtime.rounds.protocol import Step
 from eagle3.runtime.trees.tree import Tree
@@ -52,6 +53,8 @@ class HostRounds:
         """Run one chunk of the prompt. The drafter observes it."""
         ids = self._prompt[start : start + self.prefill_chunk]
         self._output = self._target.prefill(ids, start, self._rule.want_logits)
+        if self._output.next_token[0] < 0:  # an int8 target does not pass a NaN to later chunks
+            raise EngineError(NAN_LOGITS)
         self._drafter.observe(ids, self._output.features)
 
     def first(self) -> Step:
