@@ -3,7 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-BUNDLE := demo/bundle
+# Storage of the target's weights: int8, the fastest on a CPU, or same for the exact float32 model.
+WEIGHTS ?= int8
+BUNDLE := demo/bundle-$(WEIGHTS)
 TARGET := demo/cache/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPT ?= Write a short Python function that checks whether a number is prime, and explain it.
 
@@ -15,6 +17,7 @@ override export PROMPT := $(value PROMPT)
 
 demo: $(BUNDLE)/manifest.json
 	$(BIN)/eagle3 run "$(BUNDLE)" --compare --max-new-tokens 256 -- "$$PROMPT"
+	@$(BIN)/eagle3 inspect "$(BUNDLE)" | grep -E '^(plan|quality) '
 
 test: .venv/installed .venv-runtime/installed $(TARGET) lint
 	EAGLE3_RUNTIME_VENV="$(CURDIR)/.venv-runtime" OMP_NUM_THREADS=1 SYMPY_CACHE_SIZE=None \
@@ -45,7 +48,7 @@ $(TARGET): demo/fetch_target.py | .venv/installed
 # int8 weights and this tree: measured, see docs/decisions.md.
 $(BUNDLE)/manifest.json: $(TARGET) $(wildcard demo/head/*) $(shell find export -name "*.py") plans/plan.py plans/tree_plan.py
 	$(BIN)/eagle3 export --target "$(TARGET)" --draft demo/head -o "$(BUNDLE)" --force \
-		--draft-weights int8 --draft-top-k 3 --draft-depth 3 --num-draft-tokens 5
+		--weights "$(WEIGHTS)" --draft-weights int8 --draft-top-k 3 --draft-depth 3 --num-draft-tokens 5
 
 clean:
-	rm -rf .venv .venv-runtime demo/cache "$(BUNDLE)" build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-runtime demo/cache demo/bundle-int8 demo/bundle-same build *.egg-info .mypy_cache .ruff_cache .pytest_cache

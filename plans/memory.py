@@ -3,7 +3,8 @@
 Letters: B batch, S cache slots, N rows of the widest call, M rows with logits, d hidden size, I
 intermediate size, L layers, V vocabulary. `item` is the number of bytes per value.
 
-    weights      parameters * item; in int8, parameters * (1 + item / block), one scale per block
+    weights      parameters * item; in int8, parameters * (1 + item / block), one scale per block;
+                 in a target for the CPU, block is the depth of the matrix
     KV cache     B * S * 2 * L * kv_heads * head_dim * item
     activations  B * N * (4 d + 2 I + (heads + 2 kv_heads) * head_dim + features) * item
                  + B * N * S * item for the mask
@@ -21,7 +22,7 @@ from typing import Any
 from eagle3.plans.backends import TENSORRT_BACKENDS
 from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
-from eagle3.plans.plan import ITEM_BYTES, Plan
+from eagle3.plans.plan import ITEM_BYTES, Plan, is_int8_built
 from eagle3.runtime.errors import PlanError
 
 # Rows that share one scale. Like the export, the estimate takes the largest that divides d.
@@ -191,14 +192,22 @@ def _with_context(plan: Plan, max_seq_len: int) -> Plan:
 def _target_weights(target: TargetFacts, plan: Plan) -> int:
     """Return the bytes of the target's weights.
 
-    The layers and an untied lm_head are stored as `target_weights` specifies. The embedding table
-    is never int8, and neither is an lm_head that is tied to it.
+    The layers and an untied lm_head are stored as `target_weights` specifies. The embedding table,
+    and an lm_head that is tied to it, are int8 on the CPU only.
     """
     heads = 0 if target.tied else target.embedding_parameters
     matrices = target.layer_parameters + heads
+    if plan.target_weights == "int8" and is_int8_built(plan):
+        matrices += target.embedding_parameters
     rest = target.num_parameters - matrices
-    stored = matrix_bytes(matrices, plan.target_weights, plan.dtype, target.hidden_size)
-    return round(stored + rest * ITEM_BYTES[plan.dtype])
+    return round(target_matrix_bytes(matrices, target, plan) + rest * ITEM_BYTES[plan.dtype])
+
+
+def target_matrix_bytes(parameters: float, target: TargetFacts, plan: Plan) -> float:
+    """Return the bytes of `parameters` parameters of the target's matrices."""
+    if plan.target_weights == "int8" and is_int8_built(plan):
+        return parameters * (1 + ITEM_BYTES[plan.dtype] / target.hidden_size)
+    return matrix_bytes(parameters, plan.target_weights, plan.dtype, target.hidden_size)
 
 
 def _draft_weights(target: TargetFacts, draft: DraftFacts | None, plan: Plan) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from math import ceil
 
 from eagle3.plans.device_spec import DeviceSpec
 from eagle3.plans.facts import Attention, DraftFacts, TargetFacts
-from eagle3.plans.memory import kv_bytes_per_token, matrix_bytes
-from eagle3.plans.plan import Plan
+from eagle3.plans.memory import kv_bytes_per_token, matrix_bytes, target_matrix_bytes
+from eagle3.plans.plan import Plan, is_int8_built
 from eagle3.runtime.errors import PlanError
 
 _LOGIT_BYTES = 4
@@ -142,9 +142,11 @@ def target_call(
         read += target.experts.read_parameters(tokens)
         active += target.experts.active_parameters
     head = target.embedding_parameters  # the lm_head has the size of the embedding, tied or not
-    head_stored = "same" if target.tied else plan.target_weights
-    weights = matrix_bytes(read, plan.target_weights, plan.dtype, target.hidden_size)
-    weights += matrix_bytes(head, head_stored, plan.dtype, target.hidden_size)
+    weights = target_matrix_bytes(read, target, plan)
+    if target.tied and not is_int8_built(plan):  # the lm_head is stored as the embedding is
+        weights += matrix_bytes(head, "same", plan.dtype, target.hidden_size)
+    else:
+        weights += target_matrix_bytes(head, target, plan)
     logits = tokens * target.vocab_size * _LOGIT_BYTES
     products = 2.0 * tokens * (active + head)
     return _call(plan, device, target.attention, rows, keys, weights + logits, products)

@@ -23,7 +23,14 @@ _NOTES = (
     "the MLP's width is derived from the number of weights, the number of heads from d / head_dim",
 )
 # Fields of a plan that are fixed at export.
-_BAKED_IN = ("max_seq_len", "dtype", "lowering", "max_draft_tokens", "draft_weights")
+_BAKED_IN = (
+    "max_seq_len",
+    "dtype",
+    "lowering",
+    "max_draft_tokens",
+    "draft_weights",
+    "target_weights",
+)
 
 
 def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
@@ -32,13 +39,15 @@ def bundle_facts(bundle: Bundle) -> tuple[TargetFacts, DraftFacts | None]:
     Raises PlanError for a mixture of experts, and if the bundle has drafts but no EAGLE head.
     """
     manifest = bundle.manifest
-    info, item = manifest.target, ITEM_BYTES[manifest.plan.dtype]
+    info, item = manifest.target, float(ITEM_BYTES[manifest.plan.dtype])
+    if manifest.plan.target_weights == "int8":
+        item = 1 + item / info.hidden_size  # one scale per column
     if _MIXTURES.search(info.architecture):
         raise PlanError(
             f"{info.architecture} is a mixture of experts, and a manifest does not contain the"
             " experts per token: pass the checkpoint's folder or id instead of the bundle"
         )
-    target = _target(info, _weight_bytes(bundle, "target") // item)
+    target = _target(info, round(_weight_bytes(bundle, "target") / item))
     if not manifest.drafts:
         return target, None
     heads = [name for name, each in manifest.drafts.items() if each.method in HEAD_METHODS]

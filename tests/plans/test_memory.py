@@ -79,11 +79,16 @@ def test_int8_is_a_byte_and_a_scale_a_block() -> None:
     assert needed.target_weights == matrices * (1 + 2 / 128) + rest
 
 
-def test_a_tied_table_is_not_int8() -> None:
-    plan = replace(Plan(), target_weights="int8")
-    needed, target = memory(smollm2(), None, plan), smollm2()
+def test_a_tied_table_is_int8_on_the_cpu_only() -> None:
+    target, on_gpu = smollm2(), replace(GPU, target_weights="int8")
     rest = target.num_parameters - target.layer_parameters
-    assert needed.target_weights == round(target.layer_parameters * (1 + 4 / 64)) + 4 * rest
+    found = memory(target, None, on_gpu).target_weights
+    assert found == round(target.layer_parameters * (1 + 2 / 64)) + 2 * rest
+    on_cpu = replace(Plan(), target_weights="int8")
+    matrices = target.layer_parameters + target.embedding_parameters
+    norms = target.num_parameters - matrices
+    found = memory(target, None, on_cpu).target_weights
+    assert found == round(matrices * (1 + 4 / 576) + 4 * norms)
 
 
 def test_activations_of_one_layer_by_hand() -> None:

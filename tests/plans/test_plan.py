@@ -184,7 +184,7 @@ def test_a_cpu_plan_resolves_to_calls_of_any_width() -> None:
     ("values", "message"),
     [
         ({"batch": 4}, "batch is 4"),
-        ({"target_weights": "int8"}, "target_weights is int8"),
+        ({"target_weights": "int8", "lowering": "portable"}, "target_weights is int8.*portable"),
         ({"kv_dtype": "float16"}, "kv_dtype is float16, .* float32"),
     ],
 )
