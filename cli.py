@@ -21,7 +21,7 @@ from eagle3.export.commands.export_command import export
 from eagle3.plans.commands.build_command import build
 from eagle3.plans.commands.plan_command import plan_group
 from eagle3.plans.tree_plan import TreeRequest
-from eagle3.runtime.errors import Eagle3Error
+from eagle3.runtime.errors import Eagle3Error, EngineError, EngineMissing
 from eagle3.runtime.terminal.options import (
     MAX_NEW_TOKENS_HELP,
     PROMPT_FILE_HELP,
@@ -38,6 +38,7 @@ from eagle3.runtime.terminal.request_options import (
 from eagle3.train.commands.train_command import train
 
 if TYPE_CHECKING:
+    from eagle3.runtime.bundle.folder import Bundle
     from eagle3.runtime.engine import Engine
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -255,8 +256,22 @@ def inspect(bundle: str, hashes: bool, as_json: bool) -> None:
     if hashes:
         opened.verify_hashes()
         note("the SHA-256 of every file matches the manifest")
-    data = describe(opened, plan_files_json(opened))
-    print_result(data, description_lines(opened, plan_files_text(opened)), as_json)
+    form = _int8_form(opened)
+    data = describe(opened, plan_files_json(opened), form)
+    print_result(data, description_lines(opened, plan_files_text(opened), form), as_json)
+
+
+def _int8_form(bundle: Bundle) -> str | None:
+    """Return how this machine runs an int8 target; None for other targets, and if it cannot."""
+    from eagle3.runtime.ort.int8_form import int8_form
+
+    if bundle.manifest.plan.target_weights != "int8":
+        return None
+    try:
+        return int8_form()
+    except (EngineError, EngineMissing) as error:
+        note(str(error))
+        return None
 
 
 @main.command()

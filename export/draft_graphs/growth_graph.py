@@ -27,18 +27,18 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from eagle3.export.draft_graphs.growth_attention import (
-    Attend,
-    GrowthAttention,
-    LayerSizes,
-    picked_rows,
-)
-from eagle3.export.draft_graphs.tree_growth import (
+from eagle3.export.draft_graphs.expand_rerank import (
     GrownTree,
     TreeGrowth,
     best_by_rank,
     best_by_top_k,
     ordered_by_id,
+)
+from eagle3.export.draft_graphs.growth_attention import (
+    Attend,
+    GrowthAttention,
+    LayerSizes,
+    picked_rows,
 )
 from eagle3.export.graphs.attention import PLACEHOLDER, Lowering
 from eagle3.export.graphs.graph_builder import GraphBuilder, Resolve

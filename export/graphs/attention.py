@@ -27,7 +27,8 @@ MaskRule = Callable[[Any, Any, Tensor, Tensor], Tensor]  # (batch, head, query, 
 
 @dataclass
 class KeyWindow:
-    """Which cache slots the N rows of a call can see, and the position that each slot holds.
+    """Which cache slots the N rows of a call can see, and the position that each slot holds. (A
+    sliding window is the `rule` of `bias`.)
 
     visible [B,1,N,C] bool, key_positions [B,1,1,C] int64, query_positions [B,1,N,1] int64, where C
     is T (`ort`) or S (`portable`).

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from eagle3.export.heads.assume import Assumptions
 from eagle3.export.heads.checkpoint_files import Checkpoint, open_checkpoint
+from eagle3.export.heads.fused_layers import aux_layers
 from eagle3.export.heads.head_config import AUX_LAYERS, Head, TargetSizes
-from eagle3.export.heads.layers import aux_layers
-from eagle3.export.heads.recognise import recognise
+from eagle3.export.heads.recognize import recognize
 from eagle3.export.heads.resolve import check_head_fits, head_config
 from eagle3.export.heads.tensors import check_head_tensors, check_numbers
 from eagle3.export.heads.ties import embedding_is_own, with_lm_head
@@ -67,7 +67,7 @@ def _read(
     given: Mapping[str, str],
 ) -> Head:
     assume = Assumptions(given)
-    dialect, known_by = recognise(checkpoint, assume)
+    dialect, known_by = recognize(checkpoint, assume)
     raw = _without(checkpoint.raw, assume.ignored())
     dialect.check_keys(raw)
     values = Values(dialect.read_keys(raw), assume)

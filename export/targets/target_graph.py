@@ -172,8 +172,9 @@ class TargetGraph(nn.Module):
     past_len [B] int64, cache slots filled; logit_rows [B,M] int64, the rows lm_head runs on;
     past_k, past_v per layer [B,Hkv,S,D].
     Outputs: logits [B,M,V] float32; next_token [B,M] int64, the argmax, -1 if logits are NaN;
-    features [B,N,F], the residual stream before `aux_layer_ids`, low to high. The presents become
-    outputs when the attention is lowered.
+    features [B,N,F], hidden_states[i] for i in `aux_layer_ids`, low to high: the input of layer i,
+    or the output of the last norm for i = number of layers. The presents become outputs when the
+    attention is lowered.
     With window_positions [B,W] int64, tree_mask is [B,N,W]: the last W slots also hold rows of
     earlier calls, at these positions.
     """
@@ -201,8 +202,8 @@ class TargetGraph(nn.Module):
         call = CachedCall(past_len, past_len.max() + num_rows, past_k, past_v)
         slots = self._trace.lowering.num_slots(call, num_rows)
         self._trace.call, self._trace.logit_rows = call, logit_rows
-        window = position_ids if window_positions is None else window_positions
-        self._trace.window = key_window(tree_mask, position_ids, past_len, slots, window)
+        row_positions = position_ids if window_positions is None else window_positions
+        self._trace.window = key_window(tree_mask, position_ids, past_len, slots, row_positions)
         result = self.model(
             input_ids=input_ids,
             position_ids=position_ids,

@@ -13,10 +13,13 @@ from eagle3.runtime.bundle.manifest import Convention, DraftInfo, engine_name
 _METHODS = {"eagle3": "EAGLE-3 head", "eagle": "EAGLE-1/2 head", "model": "causal LM"}
 
 
-def describe(bundle: Bundle, plan_files: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def describe(
+    bundle: Bundle, plan_files: Sequence[Mapping[str, Any]] = (), int8_form: str | None = None
+) -> dict[str, Any]:
     """Return the manifest's facts as a JSON object, with sizes and caches in bytes.
 
-    plan_files: its plan files, described by `plans/tensorrt/plan_file_text.py`.
+    plan_files: its plan files, described by `plans/tensorrt/plan_file_text.py`. int8_form: how this
+    machine runs an int8 target, "int8" or "uint8"; None: not known, or another target.
     """
     manifest = bundle.manifest
     data = manifest.to_json()
@@ -35,10 +38,13 @@ def describe(bundle: Bundle, plan_files: Sequence[Mapping[str, Any]] = ()) -> di
         "self_check": data["self_check"],
         "files": data["files"],
         "plan_files": list(plan_files),
+        "int8_form": int8_form,
     }
 
 
-def description_lines(bundle: Bundle, plan_files: Sequence[str] = ()) -> list[str]:
+def description_lines(
+    bundle: Bundle, plan_files: Sequence[str] = (), int8_form: str | None = None
+) -> list[str]:
     """Return the same in words, one fact per line."""
     manifest = bundle.manifest
     rows = [
@@ -50,11 +56,19 @@ def description_lines(bundle: Bundle, plan_files: Sequence[str] = ()) -> list[st
         *(("cache", f"{name}: {as_text(n)}") for name, n in cache_bytes(bundle).items()),
         *(("plan file", each) for each in plan_files),
         ("tokenizer", _tokenizer_text(bundle)),
+        *([] if int8_form is None else [("int8", int8_text(int8_form))]),
         *self_check_rows(bundle),
         ("made by", ", ".join(f"{k} {v}" for k, v in manifest.created_by.items())),
         ("command", manifest.command),
     ]
     return aligned(rows)
+
+
+def int8_text(form: str) -> str:
+    """Describe a form of `runtime/ort/int8_form.py`."""
+    if form == "int8":
+        return "weights are used as int8: integer products are exact on this CPU"
+    return "weights are converted to uint8 at load: int8 products would saturate on this CPU"
 
 
 def export_lines(bundle: Bundle) -> list[str]:

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from eagle3.runtime.bundle.describe import int8_text
 from eagle3.runtime.errors import EngineError, EngineMissing
 
 EXPORT_PACKAGES = ("torch", "transformers", "onnx", "onnxscript", "onnx-ir", "safetensors")
@@ -143,13 +144,6 @@ def _int8() -> Finding:
         return Finding("int8", int8_text(int8_form()))
     except EngineError as error:
         return Finding("int8", "not exact", str(error))
-
-
-def int8_text(form: str) -> str:
-    """Describe a form of `runtime/ort/int8_form.py`."""
-    if form == "int8":
-        return "weights are used as int8: integer products are exact on this CPU"
-    return "weights are converted to uint8 at load: int8 products would saturate on this CPU"
 
 
 def _providers(ort: Any) -> Sequence[str]:

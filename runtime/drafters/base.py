@@ -21,9 +21,10 @@ Int64s = NDArray[np.int64]
 class DraftRequest:
     """The request of a round to a drafter.
 
-    root: the last committed token. tree: the budget of the round, already cut to the remaining
-    context and tokens. temperature and rng are set if draft tokens may be sampled, which increases
-    acceptance under the `rejection` rule; otherwise candidates must not depend on random numbers.
+    root: the newest token, committed or carried (`settle`). tree: the budget of the round, already
+    cut to the remaining context and tokens. temperature and rng are set if draft tokens may be
+    sampled, which increases acceptance under the `rejection` rule; otherwise candidates must not
+    depend on random numbers.
     """
 
     root: int
@@ -45,7 +46,8 @@ class Drafter(Protocol):
         """Discard the sequence."""
 
     def observe(self, tokens: Int64s, features: NDArray[Any] | None) -> None:
-        """Record committed tokens [R] that the target has run, with their features [R,F].
+        """Record accepted tokens [R] that the target has run, with their features [R,F]. Those
+        that are not committed yet are rewound before the next call.
 
         Both are views that the caller overwrites afterwards.
         """

@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle3.plans.tree_plan import TreePlan
-from eagle3.runtime.acceptance.rules import AcceptanceRule
+from eagle3.runtime.acceptance.rules import NAN_LOGITS, AcceptanceRule
 from eagle3.runtime.errors import EngineError
 from eagle3.runtime.gpu.buffers import RESULT_HEAD
 from eagle3.runtime.gpu.device import Device, Int64s
 from eagle3.runtime.rounds.protocol import Step
 from eagle3.runtime.trees.tree import Tree
-
-_NOT_NUMBERS = "the target's logits are NaN; its weights or its precision are at fault"
 
 
 class VisitedRows:
@@ -161,7 +159,7 @@ class DeviceRounds:
             self._device.verify(1)
             return self._finish(root, 1)
         if spoiled:
-            raise EngineError(_NOT_NUMBERS)
+            raise EngineError(NAN_LOGITS)
         if self._rule.want_logits:
             return self._accept_on_host(root, int(result[3]), num_used)
         return self._accepted_on_device(result)

@@ -6,7 +6,6 @@ target half   place_tree -> target -> accept_greedy -> keep_kv -> feed_draft -> 
 There is one draft half, and one target half per width; each is replayed as one CUDA graph. The
 state of a round (lengths, root, waiting rows) is in device memory, so one captured graph serves
 every round.
-
 """
 
 from __future__ import annotations

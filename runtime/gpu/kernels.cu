@@ -1,5 +1,5 @@
-// The steps of a round on the device, batch 1: place the tree, accept, compact the caches, feed the
-// draft. Launched by kernels.py; tests/runtime/gpu/numpy_kernels.py has the same functions in numpy.
+// The steps of a round on the device, batch 1: place the tree, accept, compact the target's cache,
+// feed the draft. Launched by kernels.py; tests/runtime/gpu/numpy_kernels.py has the same functions in numpy.
 //
 // Letters as in docs/method.md: W rows of the target's call, M nodes of the draft's tree, S cache
 // slots, Hkv heads of a cache. Every argument is a pointer to device memory or a 64-bit integer, so

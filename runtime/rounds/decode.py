@@ -1,6 +1,6 @@
-"""The round loop: which tokens a request commits, when it ends, and what it costs (method sections
-1
-and 5).
+"""The round loop: which tokens a request commits, when it ends, and what it costs.
+
+See sections 1 and 5 of docs/method.md.
 
 The loop serves every drafter and device; rounds are behind the protocol in `protocol.py`.
 """

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from eagle3.export.checks.growth_check import grown_tree_agreement
 from eagle3.export.draft_graphs import growth_graph as growth_module
 from eagle3.export.draft_graphs.draft_engines import _inputs, _trace_fuse
+from eagle3.export.draft_graphs.expand_rerank import TreeGrowth
 from eagle3.export.draft_graphs.growth_graph import growth_graph
 from eagle3.export.draft_graphs.head_modules import DraftGraph, build_head
-from eagle3.export.draft_graphs.tree_growth import TreeGrowth
 from eagle3.export.graphs.lowerings import LOWERINGS
 from eagle3.export.graphs.tracer import trace_unlowered
 from eagle3.export.graphs.weights import quantize_int8

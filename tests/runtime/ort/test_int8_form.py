@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from eagle3.runtime.checks.doctor import int8_text
+from eagle3.runtime.bundle.describe import int8_text
 from eagle3.runtime.errors import EngineError
 from eagle3.runtime.ort import int8_form as module
 

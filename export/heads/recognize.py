@@ -24,7 +24,7 @@ _EAGLE3 = {
 _NOT_EAGLE1 = ("norm.weight", "layers.0.hidden_norm.weight")
 
 
-def recognise(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Resolved]:
+def recognize(checkpoint: Checkpoint, assume: Assumptions) -> tuple[Dialect, Resolved]:
     """Return the dialect and its source. Raises CheckpointError if it is none of them."""
     raw, names = checkpoint.raw, set(checkpoint.weights)
     is_nested = _is_nested(checkpoint)

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from eagle3.export.draft_graphs.tree_growth import (
+from eagle3.export.draft_graphs.expand_rerank import (
     Best,
     TreeGrowth,
     best_by_rank,
