@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from eagle3.plans.backends import check_compute_capability
 from eagle3.runtime.errors import PlanError
 
-PEAK_DTYPES = ("float32", "float16", "bfloat16")
+PEAK_DTYPES = ("float32", "float16", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class DeviceSpec:
     therefore not available to engines."""
     bandwidth_bytes_per_s: float
     peak_flops: Mapping[str, float]
-    """dtype -> peak operations per second in dense matrix products; a multiply-add is two."""
+    """dtype -> peak operations per second in dense matrix products; a multiply-add is two. int8: of
+    the integer products of a target with int8 weights; without it, that of the plan's dtype."""
     compute_capability: str | None = None
     """Compute capability such as "8.9"; None if the device has no NVIDIA GPU."""
 

@@ -149,7 +149,9 @@ def target_call(
         weights += target_matrix_bytes(head, target, plan)
     logits = tokens * target.vocab_size * _LOGIT_BYTES
     products = 2.0 * tokens * (active + head)
-    return _call(plan, device, target.attention, rows, keys, weights + logits, products)
+    is_int8 = plan.target_weights == "int8" and is_int8_built(plan) and "int8" in device.peak_flops
+    dtype = "int8" if is_int8 else plan.dtype
+    return _call(plan, device, target.attention, rows, keys, weights + logits, products, dtype)
 
 
 def draft_growth(
@@ -195,19 +197,23 @@ def _call(
     keys: int,
     other_bytes: float,
     products: float,
+    dtype: str | None = None,
 ) -> Call:
     """Return the cost of a call, with its KV cache traffic and the products of attention added.
 
-    The cache is read for `keys` tokens and written for `rows` tokens per sequence.
+    The cache is read for `keys` tokens and written for `rows` tokens per sequence. dtype: that of
+    `products`; None: the plan's, which attention always has.
     """
     cache = plan.batch * (keys + rows) * kv_bytes_per_token(attention, plan)
     num_bytes = other_bytes + cache
-    flops = products + plan.batch * attention.flops(rows, keys)
+    of_attention = plan.batch * attention.flops(rows, keys)
+    compute_s = products / device.flops_per_s(dtype or plan.dtype)
+    compute_s += of_attention / device.flops_per_s(plan.dtype)
     return Call(
         num_bytes,
-        flops,
+        products + of_attention,
         memory_ms=1e3 * num_bytes / device.bandwidth_bytes_per_s,
-        compute_ms=1e3 * flops / device.flops_per_s(plan.dtype),
+        compute_ms=1e3 * compute_s,
     )
 
 

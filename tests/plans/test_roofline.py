@@ -166,8 +166,18 @@ def test_what_was_measured_on_a_cpu_is_above_the_roofline(rows: int, ms: float) 
     """The roofline is a lower bound. Without overlap of memory traffic and arithmetic, the estimate
     is at most a quarter below the measurement."""
     preset: Any = load_preset("cpu")
-    call = target_call(
-        smollm2(), replace(preset.plan, max_draft_tokens=64), preset.device, rows, 32
-    )
+    plan = replace(preset.plan, max_draft_tokens=64, target_weights="same")
+    call = target_call(smollm2(), plan, preset.device, rows, 32)
     assert call.ms < ms
     assert 1.0 <= ms / call.serial_ms < 1.25
+
+
+@pytest.mark.parametrize(("rows", "ms"), {1: 8.8, 2: 8.9, 6: 11.2, 16: 18.1}.items())
+def test_what_was_measured_in_int8_is_above_the_roofline(rows: int, ms: float) -> None:
+    """Integer products of a call this small do not reach the memory's bandwidth."""
+    preset: Any = load_preset("cpu")
+    assert preset.plan.target_weights == "int8"
+    call = target_call(smollm2(), preset.plan, preset.device, rows, 200)
+    assert call.ms < call.serial_ms < ms < 3 * call.serial_ms
+    slower = replace(preset.device, peak_flops={"float32": 192e9})
+    assert target_call(smollm2(), preset.plan, slower, rows, 200).compute_ms > call.compute_ms

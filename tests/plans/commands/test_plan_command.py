@@ -207,7 +207,8 @@ def test_check_of_a_bundle_needs_no_torch(bundle: Bundle, monkeypatch: pytest.Mo
     done = call(*words, "--max-seq-len", "256", "--json")
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
-    assert data["target"]["num_parameters"] * 4 == data["memory"]["target_weights"]
+    parameters = data["target"]["num_parameters"]
+    assert parameters < data["memory"]["target_weights"] < 2 * parameters  # int8, and scales
     assert data["draft"]["draft_vocab_size"] == 40
     assert "note: the bundle was exported with max_seq_len 128, the plan has 256" in done.stderr
     refused(call(*words), "max_seq_len is 2048", "only 512 positions: use --max-seq-len 512")
