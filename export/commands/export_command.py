@@ -97,7 +97,7 @@ _PLAN = Plan()
     "--dtype",
     type=click.Choice(DTYPES),
     default=_PLAN.dtype,
-    help="Data type of the target's weights, of the activations and of the KV caches.",
+    help="Data type of the activations, of the KV caches, and of weights stored as same.",
 )
 @click.option(
     "--weights",
