@@ -135,7 +135,7 @@ class _Recorder:
 
     def has_weights_of_model(self) -> bool:
         """Return whether every stored weight is the model's, except for rounding."""
-        return all(each.is_rounded(self.weights[name]) for name, each in self.stored.items())
+        return all(each.is_rounded(self.weights.rows(name)) for name, each in self.stored.items())
 
     def run(self, ids: Array, positions: Array, mask: Array, past: int) -> dict[str, Array]:
         """Run rows [N] after `past` slots. Return recorded name -> rows [N,..], and `features`."""

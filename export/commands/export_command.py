@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _DEFAULT = click.core.ParameterSource.DEFAULT
 _PLAN = Plan()
+_OF_INT8 = {"calibration": "--calibration", "accept_quality": "--accept-quality"}
 
 
 @click.command()
@@ -221,6 +222,9 @@ def _export_request(ctx: click.Context) -> ExportRequest:
         raise click.UsageError("--draft none cannot be combined with other drafts")
     sources = tuple(DraftSource.parse(each) for each in drafts if each != "none")
     plan, command = _plan(ctx), _command(ctx)
+    for name, option in _OF_INT8.items():
+        if name in _typed(ctx) and plan.target_weights != "int8":
+            raise click.UsageError(f"{option} applies to int8 targets only: add --weights int8")
     return ExportRequest(**{**given, "drafts": sources, "plan": plan, "command": command})
 
 
@@ -237,6 +241,7 @@ def _add_request(ctx: click.Context) -> AddRequest:
 def _refuse_bundle_options(ctx: click.Context) -> None:
     """Raise UsageError if --add-draft is combined with an option that the bundle already sets."""
     of_bundle = {each.name for each in fields(Plan)} - {"draft_weights", "tree"} | {"preset"}
+    of_bundle |= set(_OF_INT8)
     for option in ctx.command.params:
         if option.name in of_bundle & _typed(ctx).keys():
             name = option.opts[-1]

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -37,6 +37,7 @@ class ModelWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._tensors = model.state_dict(keep_vars=True)
+        self._modules = dict(model.named_modules())
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the matrix of which the graph stores `name`; of one expert, if it names one.
@@ -49,6 +50,16 @@ class ModelWeights:
         tensor: Tensor = self._tensors[name if name in self._tensors else name[: layout.start()]]
         is_expert = name not in self._tensors and layout[2] is not None
         return tensor[int(layout[2])] if is_expert else tensor
+
+    def rows(self, name: str) -> Tensor:
+        """Return the matrix as [N,K], one row for each result of its product."""
+        weight, path = self[name], name.removeprefix("model.")
+        parts = path.split(".")
+        while parts and not isinstance(self._modules.get(".".join(parts)), nn.Module):
+            parts.pop()
+        owner = self._modules[".".join(parts)]
+        is_turned = type(owner).__name__ == "Conv1D" or getattr(owner, "is_transposed", False)
+        return weight.mT if is_turned else weight
 
 
 class ProductMode(TorchFunctionMode):
@@ -99,11 +110,9 @@ class StoredInt8:
     rotated: bool
 
     def is_rounded(self, weight: Tensor) -> bool:
-        """Return whether these are the values of `weight` [N,K], or of its transpose, except for
-        rounding. A few rows are compared.
+        """Return whether these are the values of `weight` [N,K], except for rounding. A few rows
+        are compared.
         """
-        if weight.shape != self.values.shape:
-            weight = weight.mT
         if weight.shape != self.values.shape:
             return False
         rows = slice(None, None, max(1, len(weight) // 64))

@@ -212,3 +212,11 @@ def test_export_keeps_a_static_tree(requests: list[build.ExportRequest], tmp_pat
     ]
     assert requests[2].command.endswith("--tree 'my tree.json'")
     failed(call(*words, "medusa"), 1, "tree 'medusa' not found: use one of")
+
+
+@pytest.mark.parametrize("words", [("--accept-quality",), ("--calibration", __file__)])
+def test_options_of_int8_targets_need_one(tmp_path: Path, words: tuple[str, ...]) -> None:
+    place = tmp_path / "bundle"
+    done = call("export", "--target", "x", "--draft", "none", "-o", place, *words)
+    assert done.exit_code == 2
+    assert f"{words[0]} applies to int8 targets only: add --weights int8" in done.output

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import tiny
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import eagle3
 from eagle3.export.add_draft import AddRequest, add_draft
@@ -234,3 +235,11 @@ def test_a_nan_in_any_chunk_of_the_prompt_is_an_error(
     for place in (0, len(fine)):
         with pytest.raises(EngineError, match="logits are NaN"):
             engine.generate([*fine[:place], 7, *fine[place:]], drafter="none", max_new_tokens=2)
+
+
+def test_weights_of_gpt2_are_transposed_in_the_model(tmp_path: Path) -> None:
+    """Its products are Conv1D, with weights [K,N], some of them square."""
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256)
+    target = tiny.save_target(tmp_path / "target", GPT2LMHeadModel(config).eval())
+    check = tiny.export_tiny(target, None, tmp_path / "bundle", PLAN).manifest.self_check
+    assert max(check["relative_errors"].values()) < 1e-4 and check["not_quantized"] == []
